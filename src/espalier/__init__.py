@@ -1,0 +1,35 @@
+"""Espalier trains networks that come out exactly structured. This is the whole public API."""
+
+from espalier._version import __version__ as __version__
+from espalier.groupings import Element as Element
+from espalier.groupings import Grouping as Grouping
+from espalier.groupings import Heads as Heads
+from espalier.groupings import Input as Input
+from espalier.groupings import Layout as Layout
+from espalier.groupings import Matrix as Matrix
+from espalier.groupings import Output as Output
+from espalier.groupings import Partition as Partition
+from espalier.measure import StructureMonitor as StructureMonitor
+from espalier.measure import StructureReport as StructureReport
+from espalier.measure import structure as structure
+from espalier.optim import RAMDA as RAMDA
+from espalier.optim import RMDA as RMDA
+from espalier.optim import ProxGen as ProxGen
+from espalier.optim import ProxSGD as ProxSGD
+from espalier.optim import ProxSSI as ProxSSI
+from espalier.optim import StagewiseRestart as StagewiseRestart
+from espalier.penalties import L1 as L1
+from espalier.penalties import GroupLasso as GroupLasso
+from espalier.penalties import GroupMCP as GroupMCP
+from espalier.penalties import NuclearNorm as NuclearNorm
+from espalier.penalties import Penalty as Penalty
+from espalier.penalties import SparseGroupLasso as SparseGroupLasso
+from espalier.regularize import Rule as Rule
+from espalier.regularize import regularize as regularize
+from espalier.solvers import ClosedForm as ClosedForm
+from espalier.solvers import Exact as Exact
+from espalier.solvers import NewtonRaphson as NewtonRaphson
+from espalier.solvers import ProximalGradient as ProximalGradient
+from espalier.solvers import Solver as Solver
+from espalier.solvers import Tolerance as Tolerance
+from espalier.subproblem import Subproblem as Subproblem

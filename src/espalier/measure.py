@@ -1,0 +1,204 @@
+"""How structured a model is: read off the weights, never off the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from espalier.groupings import as_grouping, partition_of
+from espalier.optim.base import Group, named
+from espalier.penalties.base import Penalty, Structure
+from espalier.tables import table
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """The structure of one penalised tensor. Ranks are None where its groups are not matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    groups: int
+    zero_groups: int
+    zero_elements: int
+    rank: int | None = None
+    full_rank: int | None = None
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+@dataclass(frozen=True)
+class StructureReport:
+    """The structure of all penalised tensors, each and together. Shares are between 0 and 1; print it for a table."""
+
+    layers: tuple[LayerStructure, ...]
+
+    @property
+    def _grouped(self) -> list[LayerStructure]:
+        return [x for x in self.layers if x.rank is None]
+
+    @property
+    def weighted_group_sparsity(self) -> float:
+        """The share of weights in groups that are zero: the paper's structured sparsity."""
+        grouped = self._grouped
+        zero = sum(x.elements * _share(x.zero_groups, x.groups) for x in grouped)
+        return _share(zero, sum(x.elements for x in grouped))
+
+    @property
+    def group_sparsity(self) -> float:
+        """The share of groups that are zero, large or small."""
+        return _share(sum(x.zero_groups for x in self._grouped), sum(x.groups for x in self._grouped))
+
+    @property
+    def element_sparsity(self) -> float:
+        """The share of single weights that are zero."""
+        return _share(sum(x.zero_elements for x in self.layers), sum(x.elements for x in self.layers))
+
+    @property
+    def low_rank_level(self) -> float:
+        """1 − Σ rank / Σ min(m, n) over the matrices of the nuclear norm, the paper's measure.
+
+        A singular value counts toward the rank when it exceeds max(m, n) ε σ_max, ε of float32 or of the weights' own
+        type where that is finer.
+        """
+        matrices = [x for x in self.layers if x.rank is not None]
+        full = sum(x.full_rank or 0 for x in matrices)
+        return 1 - sum(x.rank or 0 for x in matrices) / full if full else 0.0
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                x.name,
+                "×".join(map(str, x.shape)),
+                f"{x.zero_groups} / {x.groups}" if x.rank is None else "–",
+                f"{_share(x.zero_groups, x.groups):.1%}" if x.rank is None else "–",
+                f"{_share(x.zero_elements, x.elements):.1%}",
+                "–" if x.rank is None else f"{x.rank} / {x.full_rank}",
+            )
+            for x in self.layers
+        ]
+        head = ("layer", "shape", "zero groups", "share", "zero weights", "rank")
+        totals = [f"zero weights {self.element_sparsity:.2%}"]
+        if self._grouped:
+            totals[:0] = [
+                f"weighted group sparsity {self.weighted_group_sparsity:.2%}",
+                f"group sparsity {self.group_sparsity:.2%}",
+            ]
+        if len(self._grouped) < len(self.layers):
+            totals.append(f"low-rank level {self.low_rank_level:.2%}")
+        return f"{table(head, rows)}\n\n{', '.join(totals)}"
+
+
+def _penalised(target: Optimizer | Iterable[Group]) -> list[tuple[str, Tensor, Structure, int]]:
+    """Name, tensor, structure and number of groups of each penalised parameter."""
+    found = []
+    groups = target.param_groups if isinstance(target, Optimizer) else list(target)
+    for j, group in enumerate(groups):
+        penalty: Penalty | None = group.get("penalty")
+        if penalty is None:
+            continue
+        grouping = as_grouping(group.get("grouping") or penalty.default_grouping)
+        for p, name in _with_names(group, j):
+            groups_of_p = partition_of(grouping, p.shape)
+            x = groups_of_p.split(p.detach())
+            found.append((name, p, penalty.structure(x, groups_of_p), groups_of_p.count))
+    if not found:
+        raise ValueError(
+            "there is no penalised parameter to look at. Pass an Espalier optimizer, or the groups that "
+            "espalier.regularize returned."
+        )
+    return found
+
+
+def _with_names(group: Group, index: int) -> Iterable[tuple[Tensor, str]]:
+    params = list(group["params"])
+    if params and isinstance(params[0], tuple):  # as regularize returns them: (name, parameter)
+        return [(p, name) for name, p in params]
+    return named({**group, "params": params}, index)
+
+
+def structure(target: Optimizer | Iterable[Group]) -> StructureReport:
+    """The structure of the weights that an optimizer, or groups from `regularize`, penalise.
+
+    Look inside `optimizer.structured()` to see the structured point of a dual averaging method.
+    """
+    layers = []
+    for name, p, found, count in _penalised(target):
+        layers.append(
+            LayerStructure(
+                name=name,
+                shape=tuple(p.shape),
+                groups=count,
+                zero_groups=int(found.zero.sum()),
+                zero_elements=p.numel() - int(p.count_nonzero()),
+                rank=None if found.rank is None else int(found.rank.sum()),
+                full_rank=None if found.full_rank is None else count * found.full_rank,
+            )
+        )
+    return StructureReport(tuple(layers))
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one look of a `StructureMonitor` saw.
+
+    Attributes:
+        look: its number, from 1 on.
+        flipped: groups that became zero or ceased to be since the last look, and matrices whose rank changed.
+        groups: of all groups.
+        stable_since: the look since which nothing has changed (the paper's T₀).
+    """
+
+    look: int
+    flipped: int
+    groups: int
+    stable_since: int
+
+
+class StructureMonitor:
+    """Follows the structure over training: what flips, and since when nothing has."""
+
+    def __init__(self, target: Optimizer | Iterable[Group]) -> None:
+        self._target = target if isinstance(target, Optimizer) else list(target)
+        self._look = 0
+        self._stable_since = 0
+        self._last: dict[str, Tensor] = {}
+
+    def look(self) -> Change:
+        """Compare the weights' structure with that of the last look; the first look sees no flip."""
+        self._look += 1
+        flipped = groups = 0
+        for name, _, found, count in _penalised(self._target):
+            now = (found.zero if found.rank is None else found.rank).cpu()
+            if name in self._last:
+                flipped += int((now != self._last[name]).sum())
+            self._last[name] = now
+            groups += count
+        if flipped or self._look == 1:
+            self._stable_since = self._look
+        return Change(self._look, flipped, groups, self._stable_since)
+
+    @property
+    def stable_since(self) -> int:
+        """The look since which nothing has changed; 0 before the first."""
+        return self._stable_since
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        return {"look": self._look, "stable_since": self._stable_since, "last": dict(self._last)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._look = state_dict["look"]
+        self._stable_since = state_dict["stable_since"]
+        self._last = dict(state_dict["last"])

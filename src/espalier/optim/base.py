@@ -1,0 +1,438 @@
+"""The only step(), restart() and structured(): what all five methods share.
+
+A method says how its sums grow with a gradient and which subproblem they pose; everything else happens here.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, ClassVar, TypeAlias, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from espalier import solvers
+from espalier.groupings import Element, Partition, as_grouping, partition_of
+from espalier.optim.diagnostics import Diagnostics
+from espalier.penalties.base import Penalty, RadialPenalty
+from espalier.solvers import Exact, Solver
+from espalier.subproblem import Scalar, Subproblem
+
+Group: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = dict[str, Tensor]
+Clock: TypeAlias = dict[str, Scalar]
+
+# Elements that a CPU works on at a time: a dozen tensors of this length stay in its caches, 2-3× faster than whole
+# layers. Results do not depend on it.
+_BLOCK = 1 << 16
+
+# In a checkpoint these stand as text, to be compared; the objects are those of the optimizer that loads it.
+_OBJECTS = ("penalty", "grouping")
+
+
+class StructuredOptimizer(Optimizer):
+    """A torch optimizer whose every step solves argmin_x <d, x> + ½ <x − a, H (x − a)> + τ ψ(x) and moves toward it."""
+
+    # sums reach back to an anchor W⁰: there is something to restart, and the structured point differs from the weights
+    anchored: ClassVar[bool] = False
+    # H is a multiple of the identity
+    scalar_metric: ClassVar[bool] = False
+    # numbers kept for each parameter
+    clock: ClassVar[tuple[str, ...]] = ("step",)
+    # what solver="auto" takes under a diagonal metric, where the penalty allows it
+    preferred_solver: ClassVar[Solver] = Exact()
+
+    # torch's __getstate__ keeps nothing but state and groups; these start anew in a copy
+    _in_structured: bool = False
+    _diagnostics: Diagnostics | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float,
+        solver: str | Solver,
+        maximize: bool,
+        skip_nonfinite: bool,
+        options: dict[str, Any],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            **options,
+            "penalty": None,
+            "grouping": None,
+            "solver": solver,
+            "maximize": maximize,
+            "skip_nonfinite": skip_nonfinite,
+        }
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _buffers(self, group: Group) -> tuple[str, ...]:
+        """Names of the state tensors shaped like the parameter, zero at the start ("anchor" is the weights)."""
+
+    @abstractmethod
+    def _tick(self, clock: Clock, group: Group) -> Clock:
+        """The clock one step later, with whatever else this step's equations need."""
+
+    @abstractmethod
+    def _accumulate(self, x: Tensors, clock: Clock, group: Group) -> None:
+        """Let x["grad"] into the sums, in place."""
+
+    @abstractmethod
+    def _pose(self, x: Tensors, clock: Clock, group: Group) -> Subproblem:
+        """The subproblem that the sums pose."""
+
+    def _averaging(self, clock: Clock, group: Group) -> Scalar:
+        """c of w ← (1 − c) w + c z."""
+        return 1.0
+
+    # ------------------------------------------------------------------------------------------------ groups
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in torch; besides, `penalty`, `grouping` and `solver` are checked against each other and each shape."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Group) -> None:
+        check_number("lr", group["lr"], low=0)
+        for p, name in named(group, len(self.param_groups) - 1):
+            if p.is_complex():
+                raise ValueError(f"{name} is complex; Espalier's optimizers take real parameters.")
+        penalty = group["penalty"]
+        if penalty is None:
+            if group["grouping"] is not None:
+                raise ValueError("a parameter group has a grouping but no penalty. Give it penalty=... too.")
+            return
+        if not isinstance(penalty, Penalty):
+            raise TypeError(f"penalty must be an espalier.Penalty such as espalier.GroupLasso(1e-4), not {penalty!r}.")
+        group["grouping"] = grouping = as_grouping(group["grouping"] or penalty.default_grouping)
+        penalty.check(grouping)
+        self._solver(group)
+        for p, name in named(group, len(self.param_groups) - 1):
+            try:
+                partition_of(grouping, p.shape)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+    def _solver(self, group: Group) -> Solver:
+        return solvers.pick(group["solver"], group["penalty"], self.scalar_metric, self.preferred_solver)
+
+    def _partition(self, group: Group, p: Tensor) -> Partition:
+        return partition_of(group["grouping"] if group["penalty"] else Element(), p.shape)
+
+    # ------------------------------------------------------------------------------------------------ step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step, for every parameter that has a gradient."""
+        self._refuse_in_structured("step")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_gradients()
+        finite = self._all_finite() if self.defaults["skip_nonfinite"] else True
+        if finite is not False:
+            for group, p, name in self._parameters():
+                if p.grad is not None and p.numel():
+                    self._update(group, p, name, p.grad, finite)
+        return loss
+
+    def _update(self, group: Group, p: Tensor, name: str, grad: Tensor, finite: Tensor | bool) -> None:
+        state = self.state[p] or self._new_state(group, p)
+        clock = self._tick(self._read_clock(state), group)
+        c = self._averaging(clock, group)
+        if isinstance(finite, Tensor):
+            finite = finite.to(p.device)
+            grad = torch.where(finite, grad, 0.0)
+        for x, groups in self._pieces(group, p, state, grad):
+            before = {}
+            if isinstance(finite, Tensor):
+                before = {k: v.clone() for k, v in x.items() if k != "grad"}
+            if group["maximize"]:
+                x["grad"] = -x["grad"]
+            self._accumulate(x, clock, group)
+            z = self._solve(self._pose(x, clock, group), group, groups, x["weight"], name)
+            average(x["weight"], z, c)
+            if isinstance(finite, Tensor):
+                for k, v in before.items():
+                    x[k].copy_(torch.where(finite, x[k], v))
+        for k in self.clock:
+            new = torch.as_tensor(clock[k], dtype=torch.float64)
+            state[k].copy_(torch.where(finite, new, state[k]) if isinstance(finite, Tensor) else new)
+        if "master" in state:
+            p.copy_(state["master"])
+
+    def _solve(self, problem: Subproblem, group: Group, groups: Partition, weight: Tensor, name: str) -> Tensor:
+        penalty: Penalty | None = group["penalty"]
+        # τ = 0, as at lr = 0, takes the penalty away; a − d/H is then a to the bit
+        if penalty is None or (not isinstance(problem.tau, Tensor) and problem.tau == 0):
+            return problem.unpenalised()
+        problem, start = problem.split(groups), groups.split(weight)
+        solution = self._solver(group).solve(problem, penalty, groups, start)
+        if self._diagnostics is not None:
+            self._diagnostics.record(name, problem, penalty, groups, start, solution)
+        return groups.merge(solution.point, weight.shape)
+
+    def _pieces(
+        self, group: Group, p: Tensor, state: dict[str, Tensor], grad: Tensor | None
+    ) -> Iterator[tuple[Tensors, Partition]]:
+        """The parameter and its state, whole or cut between groups, with the gradient in the state's type."""
+        x = {k: state[k] for k in self._buffers(group)}
+        x["weight"] = state.get("master", p)
+        if grad is not None:
+            x["grad"] = grad
+        groups = self._partition(group, p)
+        penalty = group["penalty"]
+        groupwise = penalty is None or (isinstance(penalty, RadialPenalty) and self._solver(group).groupwise)
+        whole = p.device.type != "cpu" or p.numel() <= _BLOCK or self._diagnostics is not None
+        if whole or not groupwise:
+            pieces: Iterable[tuple[Tensors, Partition]] = [(x, groups)]
+        else:
+            x = {k: v.view(groups.shape) for k, v in x.items()}
+            pieces = (
+                ({k: v.narrow(axis, start, length) for k, v in x.items()}, part)
+                for axis, start, length, part in groups.blocks(_BLOCK)
+            )
+        for piece, part in pieces:
+            if "grad" in piece:
+                piece["grad"] = piece["grad"].to(piece["weight"].dtype)
+            yield piece, part
+
+    # ------------------------------------------------------------------------------------------------ structure
+
+    @contextmanager
+    def structured(self) -> Iterator[StructuredOptimizer]:
+        """Within the context the parameters hold z, exactly structured; afterwards the weights, to the bit.
+
+        z is recomputed from the optimizer's state, so nothing is kept for it during training. Where the method puts z
+        into the weights anyway (ProxSGD, ProxGen, ProxSSI) nothing happens. Right after a restart there is no z yet,
+        and the weights stay: look before the schedule's step, not after.
+        """
+        if not self.anchored or self._in_structured:
+            yield self
+            return
+        weights: list[tuple[Tensor, Tensor]] = []
+        try:
+            with torch.no_grad():
+                for group, p, name in self._parameters():
+                    if state := self.state.get(p):
+                        weights.append((p, p.clone()))
+                        p.copy_(self._structured_point(group, p, state, name))
+            self._in_structured = True
+            yield self
+        finally:
+            self._in_structured = False
+            with torch.no_grad():
+                for p, w in weights:
+                    p.copy_(w)
+
+    def _structured_point(self, group: Group, p: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
+        clock = self._read_clock(state)
+        groups = self._partition(group, p)
+        z = [
+            self._solve(self._pose(x, clock, group), group, part, x["weight"], name)
+            for x, part in self._pieces(group, p, state, None)
+        ]
+        if len(z) == 1:
+            return z[0]
+        axis, *_ = next(groups.blocks(_BLOCK))
+        return torch.cat(z, dim=axis).reshape(p.shape)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin a new stage: W⁰ ← W and t, α, V, U ← 0. Methods without an anchor have nothing to restart."""
+        self._refuse_in_structured("restart")
+        if not self.anchored:
+            return
+        for group, p, _ in self._parameters():
+            if state := self.state.get(p):
+                for k in (*self.clock, *self._buffers(group)):
+                    state[k].zero_()
+                state["anchor"].copy_(state.get("master", p))
+
+    @contextmanager
+    def diagnostics(self) -> Iterator[Diagnostics]:
+        """Within the context every subproblem solved is reported: iterations, subgradient residual, decrease of the
+        objective, active groups. Outside it nothing is computed for that."""
+        self._diagnostics = Diagnostics()
+        try:
+            yield self._diagnostics
+        finally:
+            self._diagnostics = None
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def _new_state(self, group: Group, p: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[p]
+        dtype = state_dtype(p)
+        # with no host synchronisation allowed, only the device may know whether a step counted
+        on_device = self.defaults["skip_nonfinite"]
+        for k in self.clock:
+            device = p.device if on_device else torch.device("cpu")
+            state[k] = torch.zeros((), dtype=torch.float64, device=device)
+        for k in self._buffers(group):
+            state[k] = torch.zeros_like(p, dtype=dtype)
+        if "anchor" in state:
+            state["anchor"].copy_(p)
+        if dtype != p.dtype:
+            state["master"] = p.to(dtype, copy=True)
+        return state
+
+    def _read_clock(self, state: dict[str, Tensor]) -> Clock:
+        return {k: state[k].item() if state[k].device.type == "cpu" else state[k] for k in self.clock}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only; penalty and grouping stand as text."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group.update({k: None if group[k] is None else repr(group[k]) for k in _OBJECTS})
+            del group["solver"]
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave. A checkpoint that does not fit raises before anything changes."""
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        groups: list[Group] = deepcopy(state_dict["param_groups"])
+        self._check_checkpoint(groups, state_dict["state"])
+
+        loaded: dict[Tensor, dict[str, Tensor]] = {}
+        for saved, here, j in zip(groups, self.param_groups, range(len(groups)), strict=True):
+            here_objects = {k: here[k] for k in (*_OBJECTS, "solver", "params")}
+            for key, (p, _) in zip(saved["params"], named(here, j), strict=True):
+                if key in state_dict["state"]:
+                    loaded[p] = self._load_state(here, p, state_dict["state"][key])
+            saved.update(here_objects)
+            groups[j] = {**here, **saved}
+        self.__setstate__({"state": loaded, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_state(self, group: Group, p: Tensor, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        self_state: dict[str, Tensor] = {}
+        on_device = self.defaults["skip_nonfinite"]
+        for k in self.clock:
+            self_state[k] = saved[k].to(p.device if on_device else "cpu", torch.float64, copy=True)
+        for k in self._buffers(group):
+            self_state[k] = saved[k].to(p.device, state_dtype(p), copy=True)
+        if state_dtype(p) != p.dtype:
+            self_state["master"] = saved.get("master", p).to(p.device, state_dtype(p), copy=True)
+        return self_state
+
+    def _check_checkpoint(self, groups: list[Group], state: dict[Any, Any]) -> None:
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"the checkpoint has parameter groups of sizes {[len(g['params']) for g in groups]}, this optimizer "
+                f"of {[len(g['params']) for g in self.param_groups]}. Build it with the groups that were saved."
+            )
+        for j, (saved, here) in enumerate(zip(groups, self.param_groups, strict=True)):
+            for k in _OBJECTS:
+                expected = None if here[k] is None else repr(here[k])
+                if saved.get(k) != expected:
+                    raise ValueError(
+                        f"group {j} was saved with {k} {saved.get(k)} and has {expected} here. Build the optimizer "
+                        f"with the saved {k}; to go on with another, change group['{k}'] after loading."
+                    )
+            for key, (p, name) in zip(saved["params"], named(here, j), strict=True):
+                for k in (*self.clock, *self._buffers(saved)) if key in state else ():
+                    if k not in state[key]:
+                        raise ValueError(
+                            f"the checkpoint has no {k!r} for {name}: it is not of {type(self).__name__}. "
+                            "Load it into the optimizer that wrote it."
+                        )
+                    shape = () if k in self.clock else tuple(p.shape)
+                    if tuple(state[key][k].shape) != shape:
+                        raise ValueError(
+                            f"the checkpoint's {k!r} for {name} has shape {tuple(state[key][k].shape)}, expected "
+                            f"{shape}. Load it into the model that was saved."
+                        )
+
+    # ------------------------------------------------------------------------------------------------ checks
+
+    def _parameters(self) -> Iterator[tuple[Group, Tensor, str]]:
+        for j, group in enumerate(self.param_groups):
+            for p, name in named(group, j):
+                yield group, p, name
+
+    def _refuse_in_structured(self, what: str) -> None:
+        if self._in_structured:
+            raise RuntimeError(
+                f"{what}() inside structured(): the weights are away and would be lost. Leave the context first."
+            )
+
+    def _check_gradients(self) -> None:
+        for _, p, name in self._parameters():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {name} is sparse, and Espalier's optimizers need dense ones. "
+                    "Use sparse=False on its embedding, or leave it to another optimizer."
+                )
+
+    def _all_finite(self) -> Tensor | bool:
+        """Whether every gradient is; a tensor where the answer is on a device."""
+        flags = [p.grad.isfinite().all() for _, p, _ in self._parameters() if p.grad is not None]
+        if all(f.device.type == "cpu" for f in flags):
+            return all(bool(f) for f in flags)
+        home = next(f.device for f in flags if f.device.type != "cpu")
+        return torch.stack([f.to(home, non_blocking=True) for f in flags]).all()
+
+
+def named(group: Group, index: int) -> Iterator[tuple[Tensor, str]]:
+    """The group's parameters with a name each, for messages and reports."""
+    names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+    return zip(group["params"], names, strict=True)
+
+
+def state_dtype(p: Tensor) -> torch.dtype:
+    """float32 for parameters of half precision, else their own type."""
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def average(w: Tensor, z: Tensor, c: Scalar) -> None:
+    """w ← (1 − c) w + c z, and z to the bit at c = 1: w + c (z − w) would round its zeros away."""
+    if not isinstance(c, Tensor):
+        w.copy_(z) if c == 1 else w.mul_(1 - c).add_(z, alpha=c)
+    else:
+        w.mul_(1 - c).add_(z * c)
+
+
+def add_scaled(x: Tensor, y: Tensor, s: Scalar) -> None:
+    """x ← x + s y."""
+    x.add_(y * s) if isinstance(s, Tensor) else x.add_(y, alpha=s)
+
+
+def add_square(x: Tensor, y: Tensor, s: Scalar) -> None:
+    """x ← x + s y²."""
+    x.addcmul_(y, y * s) if isinstance(s, Tensor) else x.addcmul_(y, y, value=s)
+
+
+def check_number(name: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
+    """A number in [low, high), or in (low, high); NaN and infinity are never one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, not {value!r}.") from None
+    if not (low <= number < high) or (open_low and number == low):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name} must lie in {bracket}{low}, {high}), not {value!r}.")

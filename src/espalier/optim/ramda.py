@@ -1,0 +1,65 @@
+"""Regularized adaptive momentum dual averaging."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from espalier.optim.base import Clock, Group, Tensors, add_scaled, add_square, check_number
+from espalier.optim.dual_averaging import DualAveraging
+from espalier.solvers import Solver
+from espalier.subproblem import Subproblem
+
+
+class RAMDA(DualAveraging):
+    """RAMDA, Algorithm 1 of the paper; without a penalty, MADGRAD.
+
+    Args:
+        params: parameter groups from `espalier.regularize`, written by hand, or plain parameters.
+        lr: η.
+        momentum: the share of the old weights that a step keeps; the paper's c is 1 − momentum.
+        eps: ε of the metric ∛U + ε.
+        solver: "auto", "exact", "pg", "newton" or a solver object.
+        maximize: maximise the objective.
+        skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        momentum: float = 0.9,
+        eps: float = 1e-6,
+        *,
+        solver: str | Solver = "auto",
+        maximize: bool = False,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            solver=solver,
+            maximize=maximize,
+            skip_nonfinite=skip_nonfinite,
+            options={"momentum": momentum, "ramp": False, "eps": eps},
+        )
+
+    def _check_group(self, group: Group) -> None:
+        check_number("eps", group["eps"], low=0, open_low=True)
+        super()._check_group(group)
+
+    def _buffers(self, group: Group) -> tuple[str, ...]:
+        return ("anchor", "grad_sum", "square_sum")
+
+    def _accumulate(self, x: Tensors, clock: Clock, group: Group) -> None:
+        add_scaled(x["grad_sum"], x["grad"], clock["s"])  # V_t = V_{t−1} + s_t g_t
+        add_square(x["square_sum"], x["grad"], clock["s"])  # U_t = U_{t−1} + s_t g_t²
+
+    def _pose(self, x: Tensors, clock: Clock, group: Group) -> Subproblem:
+        return Subproblem(
+            anchor=x["anchor"],  # W⁰
+            direction=x["grad_sum"],  # V_t
+            # ∛U_t + ε; pow(1/3) takes ten times as long on a CPU
+            metric=x["square_sum"].log2().mul_(1 / 3).exp2_().add_(group["eps"]),
+            tau=clock["alpha"],  # α_t
+            t=clock["step"],
+        )

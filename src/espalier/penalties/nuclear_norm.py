@@ -1,0 +1,50 @@
+"""ψ(X) = λ weight ‖X‖_*: low rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from espalier.groupings import Grouping, Matrix, Partition
+from espalier.penalties.base import Penalty, Structure, check_strength
+from espalier.subproblem import Scalar
+
+
+@dataclass(frozen=True)
+class NuclearNorm(Penalty):
+    """λ times the sum of singular values of each layer as a matrix. `weight` multiplies it, 1 as in the paper."""
+
+    lam: float
+    weight: float = 1.0
+
+    separable: ClassVar[bool] = True
+    synchronises: ClassVar[bool] = True
+    fits: ClassVar[tuple[type[Grouping], ...]] = (Matrix,)
+    default_grouping: ClassVar[str] = "matrix"
+
+    def __post_init__(self) -> None:
+        check_strength("lam", self.lam)
+        check_strength("weight", self.weight)
+
+    def value(self, x: Tensor, groups: Partition) -> Tensor:
+        singular: Tensor = torch.linalg.svdvals(x)
+        return self.lam * self.weight * singular.sum()
+
+    def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
+        # U max(Σ − step λ, 0) Vᵀ
+        u, s, vt = torch.linalg.svd(x, full_matrices=False)
+        kappa = torch.as_tensor(step * self.lam * self.weight, dtype=x.dtype, device=x.device)
+        s = (s - kappa.reshape(-1, 1)).clamp_(min=0)
+        low_rank: Tensor = (u * s.unsqueeze(-2)) @ vt
+        return low_rank
+
+    def structure(self, x: Tensor, groups: Partition) -> Structure:
+        """Rank: singular values above max(m, n) · ε · σ_max, ε the rounding unit of the entries' type (float32 at
+        most, for what a prox computes in float32 is that precise)."""
+        matrix = x.to(torch.promote_types(x.dtype, torch.float32))
+        eps = torch.finfo(matrix.dtype).eps
+        rank = torch.linalg.matrix_rank(matrix, rtol=max(matrix.shape[-2:]) * eps)
+        return Structure(groups.zero(x), rank, full_rank=min(matrix.shape[-2:]))

@@ -1,0 +1,41 @@
+"""What a solver is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from espalier.groupings import Partition
+from espalier.penalties.base import Penalty
+from espalier.subproblem import Subproblem
+
+
+@dataclass(frozen=True)
+class Solution:
+    """z, and the iterations spent on it (a tensor where counting them on the host would wait for the device)."""
+
+    point: Tensor
+    iterations: int | Tensor
+
+
+class Solver(ABC):
+    """Turns a subproblem into its solution, exactly or to a stated accuracy."""
+
+    # the answer for a group does not depend on which other groups are solved along with it
+    groupwise: ClassVar[bool] = True
+
+    @abstractmethod
+    def lacks(self, penalty: Penalty, scalar_metric: bool) -> str | None:
+        """What this solver needs and the penalty or the metric does not have; None where it serves."""
+
+    @abstractmethod
+    def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
+        """argmin Q. Everything comes in the view of `groups`; `start` is where an iteration may begin."""
+
+
+def may_branch(x: Tensor) -> bool:
+    """Whether Python may look at a value: on a GPU that would wait for the device."""
+    return x.device.type == "cpu"

@@ -1,0 +1,23 @@
+"""Scalar metrics: one proximal map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from espalier.groupings import Partition
+from espalier.penalties.base import Penalty
+from espalier.solvers.base import Solution, Solver
+from espalier.subproblem import Subproblem
+
+
+@dataclass(frozen=True)
+class ClosedForm(Solver):
+    """z = prox_{(τ/H) ψ}(a − d/H), exact where H is a multiple of the identity."""
+
+    def lacks(self, penalty: Penalty, scalar_metric: bool) -> str | None:
+        return None if scalar_metric else "a metric that is a multiple of the identity"
+
+    def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
+        return Solution(penalty.prox(problem.unpenalised(), problem.tau / problem.metric, groups), 1)

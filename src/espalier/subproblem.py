@@ -1,0 +1,70 @@
+"""The one subproblem that every method poses, each step and for each parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from espalier.groupings import Partition
+
+if TYPE_CHECKING:
+    from espalier.penalties.base import Penalty
+
+Scalar = float | Tensor  # a number on the host, or a tensor without axes that stays on the device
+
+
+@dataclass(frozen=True)
+class Subproblem:
+    """argmin_x Q(x) = <d, x> + ½ <x − a, H (x − a)> + τ ψ(x), H diagonal and positive.
+
+    Attributes:
+        anchor: a.
+        direction: d.
+        metric: H; a tensor shaped like a, or a scalar for a multiple of the identity.
+        tau: τ.
+        t: the step that poses the problem, for tolerances that shrink with it.
+    """
+
+    anchor: Tensor
+    direction: Tensor
+    metric: Scalar
+    tau: Scalar
+    t: Scalar = 1
+
+    @cached_property
+    def linear(self) -> Tensor:
+        """b = H a − d, so that Q(x) = ½ <x, H x> − <b, x> + τ ψ(x) + constant."""
+        return (self.metric * self.anchor).sub_(self.direction)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether H is a multiple of the identity."""
+        return not isinstance(self.metric, Tensor) or self.metric.dim() == 0
+
+    def split(self, groups: Partition) -> Subproblem:
+        """The same problem in the partition's view."""
+        metric = groups.split(self.metric) if isinstance(self.metric, Tensor) and self.metric.dim() else self.metric
+        return replace(
+            self,
+            anchor=groups.split(self.anchor),
+            direction=groups.split(self.direction),
+            metric=metric,
+        )
+
+    def unpenalised(self) -> Tensor:
+        """The solution for ψ = 0: a − d / H, which is a to the bit where d = 0."""
+        return self.anchor - self.direction / self.metric
+
+    def gradient(self, x: Tensor) -> Tensor:
+        """Of the smooth part: d + H (x − a)."""
+        return (x - self.anchor).mul_(self.metric).add_(self.direction)
+
+    def value(self, x: Tensor, penalty: Penalty, groups: Partition) -> Tensor:
+        """Q(x), up to the constant <d, a>."""
+        # <d, x − a> + ½ <x − a, H (x − a)> in place of <d, x>: near the solution nothing large cancels
+        step = x - self.anchor
+        smooth = (0.5 * self.metric * step).add_(self.direction).mul_(step).sum()
+        return smooth + self.tau * penalty.value(x, groups)
