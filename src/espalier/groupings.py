@@ -118,7 +118,7 @@ class Partition:
 
     def zero(self, x: Tensor) -> Tensor:
         """Which groups are exactly zero, one entry a group."""
-        return (self.max(x.abs()) == 0).reshape(self.count)
+        return (self.sum(x != 0) == 0).reshape(self.count)
 
     def stretch(self, per_group: Tensor) -> Tensor:
         """Values per group, laid out for fast broadcasting against the whole tensor."""

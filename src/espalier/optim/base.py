@@ -227,13 +227,13 @@ class StructuredOptimizer(Optimizer):
         into the weights anyway (ProxSGD, ProxGen, ProxSSI) nothing happens. Right after a restart there is no z yet,
         and the weights stay: look before the schedule's step, not after.
         """
-        if not self.anchored or self._in_structured:
+        if self._in_structured:
             yield self
             return
         weights: list[tuple[Tensor, Tensor]] = []
         try:
             with torch.no_grad():
-                for group, p, name in self._parameters():
+                for group, p, name in self._parameters() if self.anchored else ():
                     if state := self.state.get(p):
                         weights.append((p, p.clone()))
                         p.copy_(self._structured_point(group, p, state, name))

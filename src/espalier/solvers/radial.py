@@ -75,7 +75,7 @@ class _Scaled:
             if self.flat is not None:
                 # f has stopped rising or r has left the region: there is no inner minimum but 0
                 new = torch.where(t > 0, new, self.flat).minimum(self.flat)
-                new = torch.where(active, new, 0.0)
+            new = torch.where(active, new, 0.0)  # rounding must not lift a zero group off zero
             settled = may_branch(r) and bool(((new - r).abs() <= tolerance * r).all())
             r = new
             if settled:

@@ -1,0 +1,1 @@
+"""The `espalier` command. Imports the core, never the reverse."""
