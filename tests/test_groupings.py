@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -15,16 +15,6 @@ from torch.nn import functional as F
 import espalier
 from espalier import Element, Heads, Input, Layout, Matrix, Output, Partition
 from espalier.groupings import NAMED, Grouping, as_grouping
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # on tensors this small threads only wait for each other: 0.1 s in place of 8 for cross attention, on a busy machine
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 TRANSPOSED = Layout(input_dim=0, output_dim=1)
 

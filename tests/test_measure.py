@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ from espalier.measure import Change
 from tables import OPTIMIZERS, OptimizerCase, names
 
 LASSO = GroupLasso(0.1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # on tensors this small threads only wait for each other
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def by_hand(*tensors: Tensor, penalty: espalier.Penalty = LASSO, **more: Any) -> list[dict[str, Any]]:

@@ -17,7 +17,9 @@ def main() -> None:
     )
     parser.add_argument("--version", action="version", version=f"espalier {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="train a small network on scikit-learn's digits until whole input columns are zero")
+    commands.add_parser(
+        "demo", help="train a small network on scikit-learn's digits until whole input columns are zero"
+    )
     parser.parse_args()
     if find_spec("sklearn") is None:
         sys.exit('espalier demo needs scikit-learn, for its digits: pip install "torch-espalier[app]"')
