@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tables import OPTIMIZERS, OptimizerCase, names
 from torch import nn
 
 import espalier
+from tables import OPTIMIZERS, OptimizerCase, names
 
 pytestmark = [
     pytest.mark.gpu,

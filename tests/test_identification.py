@@ -1,10 +1,12 @@
-"""Theorem 3 on real data: dual averaging finds the solution's structure, keeps it, and has it in the weights at the end.
+"""Theorem 3 on real data: dual averaging finds the solution's structure, keeps it, and ends with it in the weights.
 
 Logistic regression with group lasso on scikit-learn's digits (standardised) is convex, so its solution's support can be
 had from a long deterministic solve and compared with what stochastic training shows.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -101,6 +103,6 @@ def test_proximal_sgd_keeps_flipping(solution: tuple[Tensor, Tensor]) -> None:
     """Nothing averages the gradient noise out, so the structure never settles."""
     _, support = solution
     _, seen = train(espalier.ProxSGD, {"lr": 1.0}, 0.3, seed=0)  # as RMDA above
-    flips = sum(int((a != b).sum()) for a, b in zip(seen[:-1], seen[1:], strict=True))
+    flips = sum(int((a != b).sum()) for a, b in itertools.pairwise(seen))
     assert flips > 20
     assert not all(torch.equal(s, support) for s in seen[-50:])

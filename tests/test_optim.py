@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tables import OPTIMIZERS, ElasticNet, OptimizerCase, names
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import espalier
 from espalier.optim import base
+from tables import OPTIMIZERS, ElasticNet, OptimizerCase, names
 
 PENALTIES = (
     None,

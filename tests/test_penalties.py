@@ -14,7 +14,7 @@ import espalier
 from espalier.groupings import as_grouping
 from tables import PENALTIES, ElasticNet, PenaltyCase, names
 
-SHAPES = ((4, 6), (7, 5), (1, 1), (1, 4), (6, 1), (6, 4, 3), (2, 10, 3, 3))
+SHAPES = ((4, 6), (7, 5), (1, 1), (6, 1), (6, 4, 3), (2, 10, 3, 3))
 
 # groupings that the shared table leaves out
 MORE = (
@@ -81,12 +81,17 @@ def cases(*penalties: PenaltyCase) -> tuple[Case, ...]:
 
 
 CASES = cases(*PENALTIES, *MORE)
+# where the shape matters less: one odd and one with four axes, or what the grouping can cut
+FEW = tuple(
+    c for c in CASES if c.shape in ((7, 5), (2, 10, 3, 3)) or (c.shape == (4, 6) and not cuts(c.grouping, (7, 5)))
+)
 CONVEX = tuple(c for c in CASES if c.build(1.0).convex)
-SEPARABLE = tuple(c for c in CASES if c.build(1.0).separable)
-BUILT_IN = tuple(c for c in CASES if c.build is not ElasticNet)
+SEPARABLE = tuple(c for c in FEW if c.build(1.0).separable)
+BUILT_IN = tuple(c for c in FEW if c.build is not ElasticNet)
 MCP = tuple(c for c in CASES if c.build is espalier.GroupMCP)
 
 every_case = pytest.mark.parametrize("case", CASES, ids=names(CASES))
+few_cases = pytest.mark.parametrize("case", FEW, ids=names(FEW))
 every_penalty = pytest.mark.parametrize("case", PENALTIES, ids=names(PENALTIES))
 
 
@@ -117,7 +122,7 @@ def test_prox_minimises_its_objective(case: Case) -> None:
         noise = torch.randn(12, *x.shape, generator=source, dtype=x.dtype)
         rivals += [y + 10.0 ** -(k % 6) * noise[k] for k in range(12)]
         # one group at a time: thrown out, or left as it was
-        for g in range(min(groups.count, 6)):
+        for g in range(min(groups.count, 4)):
             here = case.labels(x) == g
             rivals += [torch.where(here, 0.0, y), torch.where(here, x, y)]
         best = objective(penalty, y, x, step, groups)
@@ -154,7 +159,7 @@ def test_a_step_for_each_group_serves_each_alone(case: Case) -> None:
     labels = case.labels(x)
     steps = torch.linspace(0.05, 5.0, groups.count, dtype=x.dtype)
     together = penalty.prox(x, steps.reshape(groups.max(x).shape), groups)
-    for g in range(groups.count):
+    for g in range(0, groups.count, 1 + groups.count // 10):
         alone = penalty.prox(torch.where(labels == g, x, 0.0), float(steps[g]), groups)
         torch.testing.assert_close(together[labels == g], alone[labels == g], rtol=1e-12, atol=1e-13)
 
@@ -162,7 +167,7 @@ def test_a_step_for_each_group_serves_each_alone(case: Case) -> None:
 @pytest.mark.parametrize("case", CONVEX, ids=names(CONVEX))
 def test_prox_of_a_convex_penalty_is_firmly_nonexpansive(case: Case) -> None:
     penalty, groups = case.build(0.3), case.groups
-    for seed in range(12):
+    for seed in range(6):
         x = case.random(seed)
         y = x + 10.0 ** (1 - seed % 5) * case.random(seed + 100)
         step = (0.1, 1.0, 6.0)[seed % 3]
@@ -172,7 +177,7 @@ def test_prox_of_a_convex_penalty_is_firmly_nonexpansive(case: Case) -> None:
         assert square <= (moved * (x - y)).sum() + 1e-13 * (1 + square)
 
 
-@every_case
+@few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_prox_removes_is_exactly_zero(case: Case, dtype: torch.dtype) -> None:
     penalty, groups, x = case.build(0.3), case.groups, case.random(5, dtype)
@@ -186,7 +191,7 @@ def test_what_prox_removes_is_exactly_zero(case: Case, dtype: torch.dtype) -> No
         assert ((y == 0) | (y.abs() > 1e-4 * x.abs())).all()
 
 
-@every_case
+@few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_step_and_no_strength_leave_the_point_to_the_bit(case: Case, dtype: torch.dtype) -> None:
     groups, x = case.groups, case.random(6, dtype)
@@ -202,14 +207,14 @@ def test_no_step_and_no_strength_leave_the_point_to_the_bit(case: Case, dtype: t
     assert torch.equal(off.prox(x, 2.0, groups), x)
 
 
-@every_case
+@few_cases
 def test_a_step_may_be_a_number_or_a_tensor_without_axes(case: Case) -> None:
     penalty, groups, x = case.build(0.3), case.groups, case.random(7)
     step = torch.tensor(0.7, dtype=x.dtype)
     torch.testing.assert_close(penalty.prox(x, step, groups), penalty.prox(x, 0.7, groups), rtol=1e-12, atol=1e-14)
 
 
-@every_case
+@few_cases
 def test_prox_and_value_leave_their_argument_alone(case: Case) -> None:
     penalty, groups, x = case.build(0.3), case.groups, case.random(8)
     before = x.clone()
@@ -243,10 +248,11 @@ def test_float32_of_any_size_agrees_with_float64(case: Case, size: float) -> Non
 def test_entries_below_the_normal_range(case: Case) -> None:
     groups, x = case.groups, case.random(10, torch.float64).mul(1e-41).float()
     assert x.abs().max() < torch.finfo(torch.float32).tiny
-    weak, strong = case.build(1e-44), case.build(1.0)
-    assert weak.value(x, groups).isfinite()
-    assert weak.prox(x, 1.0, groups).isfinite().all()
-    assert strong.prox(x, 1.0, groups).count_nonzero() == 0
+    for weak in (case.build(0.0), case.build(1e-44)):
+        assert weak.value(x, groups).isfinite()
+        assert (weak.prox(x, 1.0, groups).abs() <= 2 * x.abs().max()).all()
+    assert case.build(1.0).prox(x, 1.0, groups).count_nonzero() == 0
+    assert (case.build(1.0).prox(x, 0.0, groups).abs() <= 2 * x.abs().max()).all()
     if not isinstance(weak, espalier.NuclearNorm):
         # numbers this small have a spacing of 1.4e-45
         torch.testing.assert_close(groups.norm(x).double(), groups.norm(x.double()), rtol=1e-3, atol=1.5e-45)
@@ -278,9 +284,9 @@ def pose(case: Case, seed: int, tau: float = 1.0) -> espalier.Subproblem:
 
 @pytest.mark.parametrize("case", CONVEX, ids=names(CONVEX))
 def test_screening_of_a_convex_penalty_is_exact(case: Case) -> None:
-    groups, converge = case.groups, espalier.ProximalGradient(max_iters=200, rtol=None)
+    groups, converge = case.groups, espalier.ProximalGradient(max_iters=60, rtol=None)
     screened = kept = 0
-    for seed, lam in ((0, 0.5), (1, 0.5), (2, 1.0), (3, 1e-3), (4, 1e3)):
+    for seed, lam in ((0, 0.5), (1, 1.0), (2, 1e-3), (3, 1e3)):
         problem, penalty = pose(case, seed, tau=1.3), case.build(lam)
         # from a point without zeros: a group wrongly screened would come back, since each step looks at it again
         z = converge.solve(problem, penalty, groups, problem.anchor).point
@@ -297,7 +303,7 @@ def test_screening_of_group_mcp_is_safe(case: Case, gamma: float) -> None:
     groups, screened = case.groups, 0
     for seed in range(6):
         problem = pose(case, seed, tau=(0.5, 2.0)[seed % 2])
-        penalty = espalier.GroupMCP(0.6, gamma)
+        penalty = espalier.GroupMCP(2.0, gamma)
         zero = penalty.screen(problem, groups)
         z = espalier.Exact().solve(problem, penalty, groups, problem.anchor).point
         assert torch.where(zero, z, 0.0).count_nonzero() == 0
@@ -336,7 +342,7 @@ def test_screening_is_safe_where_groups_are_coupled() -> None:
 
 
 WEIGHTED = (espalier.GroupLasso, espalier.SparseGroupLasso, espalier.GroupMCP)
-GROUPED = tuple(c for c in CASES if c.build in WEIGHTED and c.grouping != espalier.Element())
+GROUPED = tuple(c for c in FEW if c.build in WEIGHTED and c.grouping != espalier.Element())
 
 
 @pytest.mark.parametrize("case", GROUPED, ids=names(GROUPED))
@@ -407,7 +413,7 @@ def test_reductions_to_known_penalties() -> None:
 # ---------------------------------------------------------------------------------------------------- structure
 
 
-@every_case
+@few_cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_structure_counts_zero_groups(case: Case, dtype: torch.dtype) -> None:
     groups, x = case.groups, case.random(13).abs().add(1).to(dtype)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tables import OPTIMIZERS, OptimizerCase, names
 from torch import nn
 
 import espalier
+from tables import OPTIMIZERS, OptimizerCase, names
 
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS, ids=names(OPTIMIZERS))
 DUAL_AVERAGING = [c for c in OPTIMIZERS if c.build.anchored]

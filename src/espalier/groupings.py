@@ -42,17 +42,23 @@ class Layout:
     parts: int = 1
     stacked: int = 1
 
+    def __post_init__(self) -> None:
+        for name, least in (("input_dim", 0), ("output_dim", 0), ("parts", 1), ("stacked", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)!r}.")
+
 
 @dataclass(frozen=True)
 class Partition:
     """A tensor's view, and the axes of that view whose indices tell its groups apart.
 
-    `swapped`: axes 0 and 1 of the tensor change places before the view is taken.
+    `swapped`: axes 0 and 1 of the tensor, of each of its `parts`, change places before the view is taken.
     """
 
     shape: tuple[int, ...]
     group_axes: tuple[int, ...]
     swapped: bool = False
+    parts: int = 1
 
     @cached_property
     def member_axes(self) -> tuple[int, ...]:
@@ -71,13 +77,17 @@ class Partition:
 
     def split(self, x: Tensor) -> Tensor:
         """The tensor in the partition's view; shares its memory wherever the strides allow."""
-        return (x.transpose(0, 1) if self.swapped else x).reshape(self.shape)
+        if self.swapped:
+            # (parts · rows, columns, …) → (parts, columns, rows, …)
+            x = x.reshape(self.parts, x.shape[0] // self.parts, *x.shape[1:]).transpose(1, 2)
+        return x.reshape(self.shape)
 
     def merge(self, x: Tensor, shape: torch.Size) -> Tensor:
         """Undo `split` for a tensor of this shape."""
         if not self.swapped:
             return x.reshape(shape)
-        return x.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+        x = x.reshape(self.parts, shape[1], shape[0] // self.parts, *shape[2:])
+        return x.transpose(1, 2).flatten(0, 1)
 
     @cached_property
     def _reductions(self) -> tuple[tuple[int, ...], ...]:
@@ -106,6 +116,8 @@ class Partition:
     def _reduce(self, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not self.member_axes:
             return x.clone()  # never the argument itself: callers work on the result in place
+        if not self.size:  # amax of nothing raises; a group without entries is zero
+            return x.new_zeros([n if a in self.group_axes else 1 for a, n in enumerate(self.shape)])
         for axes in self._reductions:
             x = operation(x, axes, keepdim=True)
         return x
@@ -168,10 +180,14 @@ def _channels(name: str, shape: tuple[int, ...], dim: int, *, parts: int, stacke
             f"{name} groups need an axis {dim}, and a tensor of shape {tuple(shape)} has none. "
             'Use "output" or "element" groups for it, or leave it without a penalty.'
         )
+    if block < 1:
+        raise ValueError(f"block must be at least 1, not {block!r}.")
     view: list[int] = []
     group_axes: list[int] = []
     for axis, length in enumerate(shape):
         if axis == dim:
+            if length % stacked:
+                raise ValueError(f"axis {dim} of shape {tuple(shape)} does not hold {stacked} rows for each output.")
             if length % (stacked * block):
                 raise ValueError(
                     f"{name} groups of {block} cannot cut the {length // stacked} channels of a tensor of "
@@ -226,6 +242,12 @@ class Heads(Grouping):
     heads: int
     side: Literal["input", "output"] = "input"
 
+    def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ValueError(f"heads must be at least 1, not {self.heads!r}.")
+        if self.side not in ("input", "output"):
+            raise ValueError(f'side must be "input" or "output", not {self.side!r}.')
+
     def partition(self, shape: tuple[int, ...]) -> Partition:
         at = self.layout
         dim, stacked = (at.input_dim, 1) if self.side == "input" else (at.output_dim, at.stacked)
@@ -255,12 +277,15 @@ class Matrix(Grouping):
             raise ValueError(
                 f'a tensor of shape {tuple(shape)} is no matrix. Leave it without a penalty or use "element" groups.'
             )
+        if self.layout.output_dim > 1:
+            raise ValueError(f"a matrix needs output_dim 0 or 1, not {self.layout.output_dim}.")
         swapped = self.layout.output_dim == 1
-        out, rest = shape[self.layout.output_dim], math.prod(shape) // max(1, shape[self.layout.output_dim])
-        parts = 1 if swapped else self.layout.parts
-        if out % parts:
+        parts, kernel = self.layout.parts, math.prod(shape[2:])
+        if shape[0] % parts:
             raise ValueError(f"axis 0 of shape {tuple(shape)} does not fall into {parts} parts.")
-        return Partition((parts, out // parts, rest), (0,), swapped)
+        first = shape[0] // parts
+        view = (parts, shape[1], first * kernel) if swapped else (parts, first, shape[1] * kernel)
+        return Partition(view, (0,), swapped, parts)
 
 
 NAMED: dict[str, Grouping] = {

@@ -102,7 +102,7 @@ class StructureReport:
 def _penalised(target: Optimizer | Iterable[Group]) -> list[tuple[str, Tensor, Structure, int]]:
     """Name, tensor, structure and number of groups of each penalised parameter."""
     found = []
-    groups = target.param_groups if isinstance(target, Optimizer) else list(target)
+    groups = target.param_groups if isinstance(target, Optimizer) else _listed(target)
     for j, group in enumerate(groups):
         penalty: Penalty | None = group.get("penalty")
         if penalty is None:
@@ -118,6 +118,14 @@ def _penalised(target: Optimizer | Iterable[Group]) -> list[tuple[str, Tensor, S
             "espalier.regularize returned."
         )
     return found
+
+
+def _listed(groups: Iterable[Group]) -> list[Group]:
+    """The groups, with parameters that can be walked more than once."""
+    listed = [groups] if isinstance(groups, dict) or not isinstance(groups, Iterable) else list(groups)
+    if isinstance(groups, dict) or not all(isinstance(g, dict) for g in listed):
+        raise TypeError("pass an Espalier optimizer, or the groups that espalier.regularize returned.")
+    return [{**g, "params": [p] if isinstance(p := g["params"], Tensor) else list(p)} for g in listed]
 
 
 def _with_names(group: Group, index: int) -> Iterable[tuple[Tensor, str]]:
@@ -166,10 +174,13 @@ class Change:
 
 
 class StructureMonitor:
-    """Follows the structure over training: what flips, and since when nothing has."""
+    """Follows the structure over training: what flips, and since when nothing has.
+
+    It looks at the weights; for RAMDA and RMDA look inside `optimizer.structured()`.
+    """
 
     def __init__(self, target: Optimizer | Iterable[Group]) -> None:
-        self._target = target if isinstance(target, Optimizer) else list(target)
+        self._target = target if isinstance(target, Optimizer) else _listed(target)
         self._look = 0
         self._stable_since = 0
         self._last: dict[str, Tensor] = {}
@@ -181,6 +192,11 @@ class StructureMonitor:
         for name, _, found, count in _penalised(self._target):
             now = (found.zero if found.rank is None else found.rank).cpu()
             if name in self._last:
+                if now.shape != self._last[name].shape:
+                    raise ValueError(
+                        f"{name} had {len(self._last[name])} groups and has {len(now)} now. "
+                        "Begin a new monitor for another model."
+                    )
                 flipped += int((now != self._last[name]).sum())
             self._last[name] = now
             groups += count
@@ -201,4 +217,4 @@ class StructureMonitor:
         """Go on from a saved state."""
         self._look = state_dict["look"]
         self._stable_since = state_dict["stable_since"]
-        self._last = dict(state_dict["last"])
+        self._last = {name: seen.cpu() for name, seen in state_dict["last"].items()}

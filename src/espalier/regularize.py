@@ -89,8 +89,8 @@ class Rule:
     """What to do with the parameters that `match` reaches.
 
     Args:
-        match: a pattern such as `"encoder.*.attention.*"`, compared with the names of parameters and of the modules
-            that own them (`*` crosses dots), or a module type or a tuple of them.
+        match: a pattern such as `"encoder.*.attention"`, compared with the names of parameters and of all modules
+            around them (`*` crosses dots), or a module type or a tuple of them: everything inside such a module.
         penalty: another penalty than the one given to `regularize`; None for no penalty.
         grouping: another grouping; by default that of `regularize`, or the penalty's own.
         any_parameter: reach every parameter that matches, be it a bias, a norm's scale or an embedding; a grouping must
@@ -103,13 +103,22 @@ class Rule:
     any_parameter: bool = False
 
     def __post_init__(self) -> None:
+        kinds = self.match if isinstance(self.match, tuple) else (self.match,)
+        if not isinstance(self.match, str) and not all(isinstance(k, type) for k in kinds):
+            raise TypeError(f"match must be a pattern, a module type or a tuple of types, not {self.match!r}.")
+        if not (self.penalty is None or isinstance(self.penalty, Penalty | _Same)):
+            raise TypeError(
+                "penalty must be an espalier.Penalty such as espalier.GroupLasso(1e-4), or None for none, "
+                f"not {self.penalty!r}."
+            )
         if self.any_parameter and self.grouping is None and self.penalty is not None:
             raise ValueError(f"{self}: any_parameter=True needs a grouping, since the layer is not known.")
 
-    def matches(self, name: str, owner: str, module: nn.Module) -> bool:
+    def matches(self, name: str, around: dict[str, nn.Module]) -> bool:
+        """Whether a parameter of this name, inside these modules, is meant."""
         if isinstance(self.match, str):
-            return fnmatchcase(name, self.match) or fnmatchcase(owner, self.match)
-        return isinstance(module, self.match)
+            return any(fnmatchcase(n, self.match) for n in (name, *around))
+        return any(isinstance(m, self.match) for m in around.values())
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,7 @@ class _Found:
     """A parameter of the model, under the first name that it has."""
 
     name: str
-    owner: str
-    module: nn.Module
+    around: dict[str, nn.Module]  # the modules that it is inside of, by name
     parameter: nn.Parameter
     layout: Layout | None  # None where no layer known to Espalier stores it
 
@@ -131,17 +139,20 @@ def _walk(model: nn.Module) -> list[_Found]:
         for p in m.parameters(recurse=False)
     }
     found: dict[int, _Found] = {}
-    for owner, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for owner, module in modules.items():
+        parts = owner.split(".") if owner else []
+        around = {n: modules[n] for n in (".".join(parts[:i]) for i in range(len(parts) + 1))}
         layouts = dict(_weights(module))
         for short, p in module.named_parameters(recurse=False):
+            name = f"{owner}.{short}" if owner else short
             if isinstance(p, nn.parameter.UninitializedParameter):
-                raise ValueError(f"{owner}.{short} has no shape yet. Run the model once on a batch first.")
+                raise ValueError(f"{name} has no shape yet. Run the model once on a batch first.")
             layout = None if id(p) in embedded else layouts.get(short)
             # a tensor that two layers share counts once, as the first of them that is known
             if id(p) not in found or (found[id(p)].layout is None and layout is not None):
-                name = f"{owner}.{short}" if owner else short
-                found[id(p)] = _Found(name, owner, module, p, layout)
-    return [f for f in found.values() if f.parameter.requires_grad]
+                found[id(p)] = _Found(name, around, p, layout)
+    return list(found.values())
 
 
 def regularize(
@@ -165,37 +176,48 @@ def regularize(
     """
     if not isinstance(penalty, Penalty):
         raise TypeError(f"penalty must be an espalier.Penalty such as espalier.GroupLasso(1e-4), not {penalty!r}.")
-    parameters = _walk(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    rules = tuple(rules)
+    walked = _walk(model)
+    parameters = [f for f in walked if f.parameter.requires_grad]
     for rule in rules:
-        _check_rule(rule, parameters)
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules must be espalier.Rule objects, not {rule!r}.")
+        _check_rule(rule, parameters, [f for f in walked if not f.parameter.requires_grad])
 
-    groups: dict[tuple[Penalty, Grouping] | None, list[tuple[str, nn.Parameter]]] = {}
+    # by text: a penalty need not be hashable, and the same text is the same penalty
+    groups: dict[str, dict[str, Any]] = {}
     for f in parameters:
         first = next((r for r in rules if _reaches(r, f)), None)
         chosen = _choose(f, first, penalty, grouping)
-        groups.setdefault(chosen, []).append((f.name, f.parameter))
+        settings = {} if chosen is None else {"penalty": chosen[0], "grouping": chosen[1]}
+        groups.setdefault(repr(settings), {"params": [], **settings})["params"].append((f.name, f.parameter))
 
-    penalised = [
-        {"params": params, "penalty": key[0], "grouping": key[1]} for key, params in groups.items() if key is not None
-    ]
+    penalised = [g for g in groups.values() if "penalty" in g]
     if not penalised:
         raise ValueError(
             "the model has no weight to penalise: no trainable Linear, convolution, LSTM, GRU, RNN or attention "
             "projection that the rules leave. Name parameters with "
             'espalier.Rule("...", grouping="output", any_parameter=True), or pass model.parameters() to the optimizer.'
         )
-    free = groups.get(None)
-    return penalised + ([{"params": free}] if free else [])
+    return penalised + [g for g in groups.values() if "penalty" not in g]
 
 
 def _reaches(rule: Rule, f: _Found) -> bool:
-    return (rule.any_parameter or f.layout is not None) and rule.matches(f.name, f.owner, f.module)
+    return (rule.any_parameter or f.layout is not None) and rule.matches(f.name, f.around)
 
 
-def _check_rule(rule: Rule, parameters: list[_Found]) -> None:
+def _check_rule(rule: Rule, parameters: list[_Found], frozen: list[_Found]) -> None:
     if any(_reaches(rule, f) for f in parameters):
         return
-    if any(rule.matches(f.name, f.owner, f.module) for f in parameters):
+    if any(_reaches(rule, f) for f in frozen):
+        raise ValueError(
+            f"{rule} matches only frozen weights (requires_grad is False). Drop it, or unfreeze them first."
+        )
+    if any(rule.matches(f.name, f.around) for f in parameters):
+        if rule.penalty is None:  # it asks for what holds anyway
+            return
         raise ValueError(
             f"{rule} matches only parameters that are no layer's weight known to Espalier. To penalise them all the "
             "same, give it any_parameter=True and a grouping."
@@ -217,7 +239,9 @@ def _choose(
         penalty, grouping = rule.penalty, grouping if isinstance(rule.penalty, type(penalty)) else None
     if rule is not None and rule.grouping is not None:
         grouping = rule.grouping
-    bound = replace(as_grouping(grouping or penalty.default_grouping), layout=f.layout or Layout())
+    bound = as_grouping(grouping or penalty.default_grouping)
+    if bound.layout == Layout() and f.layout is not None:  # a layout given by hand is meant
+        bound = replace(bound, layout=f.layout)
     try:
         penalty.check(bound)
         partition_of(bound, f.parameter.shape)

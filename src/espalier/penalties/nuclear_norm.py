@@ -45,6 +45,15 @@ class NuclearNorm(Penalty):
         """Rank: singular values above max(m, n) · ε · σ_max, ε the rounding unit of the entries' type (float32 at
         most, for what a prox computes in float32 is that precise)."""
         matrix = x.to(torch.promote_types(x.dtype, torch.float32))
+        full = min(matrix.shape[-2:])
+        if not full:
+            return Structure(groups.zero(x), torch.zeros(len(matrix), dtype=torch.long, device=x.device), full_rank=0)
+        finite = matrix.isfinite().flatten(1).all(1)
+        singular = torch.linalg.svdvals(matrix.nan_to_num(0.0, 0.0, 0.0))
         eps = torch.finfo(matrix.dtype).eps
-        rank = torch.linalg.matrix_rank(matrix, rtol=max(matrix.shape[-2:]) * eps)
-        return Structure(groups.zero(x), rank, full_rank=min(matrix.shape[-2:]))
+        floor = max(matrix.shape[-2:]) * eps * singular[:, 0]
+        if x.dtype != matrix.dtype:
+            # rounding to x's type moves no singular value by more than ε/2 ‖X‖_F
+            floor = floor.maximum(torch.finfo(x.dtype).eps / 2 * singular.square().sum(1).sqrt())
+        rank = torch.where(finite, (singular > floor[:, None]).sum(1), full)
+        return Structure(groups.zero(x), rank, full_rank=full)

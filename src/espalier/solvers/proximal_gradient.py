@@ -28,6 +28,7 @@ class Tolerance:
             raise ValueError(f"power must exceed 1/2 for Σ ε_t² to be finite, not {self.power!r}.")
 
     def at(self, t: Scalar) -> Scalar:
+        """ε_t."""
         return self.scale * t**-self.power
 
 
