@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from espalier.groupings import Partition
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from espalier.penalties.base import Penalty
 
 Scalar = float | Tensor  # a number on the host, or a tensor without axes that stays on the device
+
+
+def as_tensor(value: Scalar, like: Tensor) -> Tensor:
+    """A scalar as a tensor; a number is filled in on the device, for copying it there would wait for the device."""
+    if isinstance(value, Tensor):
+        return value.to(like.dtype)
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ A method says how its sums grow with a gradient and which subproblem they pose; 
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from espalier import solvers
+from espalier.checks import check_number
 from espalier.groupings import Element, Partition, as_grouping, partition_of
 from espalier.optim.diagnostics import Diagnostics
 from espalier.penalties.base import Penalty, RadialPenalty
@@ -425,14 +425,3 @@ def add_scaled(x: Tensor, y: Tensor, s: Scalar) -> None:
 def add_square(x: Tensor, y: Tensor, s: Scalar) -> None:
     """x ← x + s y²."""
     x.addcmul_(y, y * s) if isinstance(s, Tensor) else x.addcmul_(y, y, value=s)
-
-
-def check_number(name: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    """A number in [low, high), or in (low, high); NaN and infinity are never one."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, not {value!r}.") from None
-    if not (low <= number < high) or (open_low and number == low):
-        bracket = "(" if open_low else "["
-        raise ValueError(f"{name} must lie in {bracket}{low}, {high}), not {value!r}.")

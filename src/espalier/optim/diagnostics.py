@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from espalier.groupings import Partition
 from espalier.penalties.base import Penalty
 from espalier.solvers.base import Solution
-from espalier.subproblem import Subproblem
+from espalier.subproblem import Subproblem, as_tensor
 from espalier.tables import table
 
 
@@ -20,7 +19,7 @@ def residual(problem: Subproblem, penalty: Penalty, groups: Partition, z: Tensor
     One proximal step z⁺ from z gives (z − z⁺)/θ − ∇q(z) ∈ τ ∂ψ(z⁺). At a solution z⁺ = z; elsewhere the norm of
     (z − z⁺)/θ bounds the least subgradient norm of convex Q at z from below.
     """
-    metric = torch.as_tensor(problem.metric, dtype=z.dtype, device=z.device).expand(z.shape)
+    metric = as_tensor(problem.metric, z).expand(z.shape)
     curvature = groups.max(metric) if penalty.separable else metric.amax()
     theta = 1 / curvature if penalty.convex else 0.5 / curvature
     after = penalty.prox(z - theta * problem.gradient(z), theta * problem.tau, groups)

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from espalier.optim.base import Clock, Group, StructuredOptimizer, check_number
+from espalier.checks import check_number
+from espalier.optim.base import Clock, Group, StructuredOptimizer
 from espalier.subproblem import Scalar
 
 

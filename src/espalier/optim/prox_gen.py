@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
+from espalier.checks import check_number
 from espalier.optim.base import (
     Clock,
     Group,
     StructuredOptimizer,
     Tensors,
     add_square,
-    check_number,
 )
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from espalier.optim.base import Clock, Group, StructuredOptimizer, Tensors, add_scaled, check_number
+from espalier.checks import check_number
+from espalier.optim.base import Clock, Group, StructuredOptimizer, Tensors, add_scaled
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.optim.optimizer import ParamsT
 
-from espalier.optim.base import Clock, Group, Tensors, add_scaled, add_square, check_number
+from espalier.checks import check_number
+from espalier.optim.base import Clock, Group, Tensors, add_scaled, add_square
 from espalier.optim.dual_averaging import DualAveraging
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem

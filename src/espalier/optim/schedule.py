@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from espalier.optim.base import StructuredOptimizer, check_number
+from espalier.checks import check_number
+from espalier.optim.base import StructuredOptimizer
 from espalier.optim.dual_averaging import ramp_length
 
 

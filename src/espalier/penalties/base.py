@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from espalier.groupings import Grouping, Partition
-from espalier.subproblem import Scalar, Subproblem
+from espalier.subproblem import Scalar, Subproblem, as_tensor
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,13 @@ class Penalty(ABC):
     def screen(self, problem: Subproblem, groups: Partition) -> Tensor:
         """Groups that are certainly zero in the subproblem's solution, kept broadcastable; exact for convex ψ.
 
-        0 solves a group's problem when it does with the least curvature θ⁻¹ = min(h) in place of h: when
-        prox_{θτψ}(θ b) = 0. For convex ψ the answer is the same for every θ.
+        0 solves a group's problem (the whole one, where ψ does not separate) when it does with the least curvature
+        θ⁻¹ = min(h) in place of h: when prox_{θτψ}(θ b) = 0. For convex ψ the answer is the same for every θ.
         """
-        metric = problem.metric
-        least = groups.min(metric) if isinstance(metric, Tensor) and metric.dim() else metric
-        if not self.separable and isinstance(least, Tensor):
-            least = least.amin()
-        theta = 1 / least
-        return groups.max(self.prox(problem.linear * theta, problem.tau * theta, groups).abs()) == 0
+        metric = as_tensor(problem.metric, problem.linear).expand(groups.shape)
+        theta = 1 / (groups.min(metric) if self.separable else metric.amin())
+        zero = groups.max(self.prox(problem.linear * theta, problem.tau * theta, groups).abs()) == 0
+        return zero if self.separable else zero & zero.all()
 
     def structure(self, x: Tensor, groups: Partition) -> Structure:
         """The structure of a point, from its entries alone."""
@@ -109,16 +106,8 @@ class RadialPenalty(Penalty):
 
 def soft_threshold(x: Tensor, threshold: Scalar) -> Tensor:
     """sign(x) max(|x| − threshold, 0)."""
-    threshold = torch.as_tensor(threshold, dtype=x.dtype, device=x.device)
+    threshold = as_tensor(threshold, x)
     return x - x.clamp(-threshold, threshold)
-
-
-def check_strength(name: str, value: float) -> float:
-    """A finite λ ≥ 0, or an error that says so."""
-    number = float(value)
-    if not (0 <= number < torch.inf):
-        raise ValueError(f"{name} must be a finite number ≥ 0, not {value!r}.")
-    return number
 
 
 def group_weight(weight: float | None, groups: Partition) -> float:

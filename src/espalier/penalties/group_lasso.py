@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from espalier.checks import check_number
 from espalier.groupings import Element, Grouping, Heads, Input, Output, Partition
-from espalier.penalties.base import Radial, RadialPenalty, check_strength, group_weight
+from espalier.penalties.base import Radial, RadialPenalty, group_weight
 from espalier.subproblem import Scalar, Subproblem
 
 
@@ -24,9 +25,9 @@ class GroupLasso(RadialPenalty):
     default_grouping: ClassVar[str] = "input"
 
     def __post_init__(self) -> None:
-        check_strength("lam", self.lam)
+        check_number("lam", self.lam)
         if self.weight is not None:
-            check_strength("weight", self.weight)
+            check_number("weight", self.weight)
 
     def value(self, x: Tensor, groups: Partition) -> Tensor:
         return self.lam * group_weight(self.weight, groups) * groups.norm(x).sum()
@@ -35,7 +36,7 @@ class GroupLasso(RadialPenalty):
         kappa = step * self.lam * group_weight(self.weight, groups)
         norm = groups.norm(x)
         # x_g max(1 − κ / ‖x_g‖, 0)
-        factor = torch.where(norm > kappa, 1 - kappa / norm, 0.0)
+        factor = torch.where(norm > kappa, (norm - kappa) / norm, 0.0)
         return x * groups.stretch(factor)
 
     def radial(self, problem: Subproblem, groups: Partition) -> Radial:

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from espalier.checks import check_number
 from espalier.groupings import Element, Grouping, Heads, Input, Output, Partition
-from espalier.penalties.base import Radial, RadialPenalty, check_strength, group_weight
-from espalier.subproblem import Scalar, Subproblem
+from espalier.penalties.base import Radial, RadialPenalty, group_weight
+from espalier.subproblem import Scalar, Subproblem, as_tensor
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,10 @@ class GroupMCP(RadialPenalty):
     default_grouping: ClassVar[str] = "input"
 
     def __post_init__(self) -> None:
-        check_strength("lam", self.lam)
-        if not 0 < self.gamma < torch.inf:
-            raise ValueError(f"gamma must be a finite number > 0, not {self.gamma!r}.")
+        check_number("lam", self.lam)
+        check_number("gamma", self.gamma, open_low=True)
         if self.weight is not None:
-            check_strength("weight", self.weight)
+            check_number("weight", self.weight)
 
     def _slope(self, groups: Partition) -> float:
         """μ, the slope at zero."""
@@ -48,9 +48,9 @@ class GroupMCP(RadialPenalty):
     def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
         mu = self._slope(groups)
         norm = groups.norm(x)
-        step = torch.as_tensor(step, dtype=x.dtype, device=x.device)
+        step = as_tensor(step, x)
         # step < γ: 0 up to step μ, then (‖x‖ − step μ) / (1 − step/γ), and ‖x‖ itself from γ μ on
-        firm = (1 - step * mu / norm) / (1 - step / self.gamma)
+        firm = (norm - step * mu) / norm / (1 - step / self.gamma)
         firm = torch.where(norm <= step * mu, 0.0, torch.where(norm >= self.gamma * mu, 1.0, firm))
         # step ≥ γ: the objective is concave up to γ μ, so the solution is 0 or x, whichever is better
         hard = torch.where(norm <= mu * (step * self.gamma).sqrt(), 0.0, 1.0).to(x.dtype)

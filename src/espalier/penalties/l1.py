@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from espalier.checks import check_number
 from espalier.groupings import Element, Grouping, Heads, Input, Output, Partition
-from espalier.penalties.base import Radial, RadialPenalty, check_strength, soft_threshold
+from espalier.penalties.base import Radial, RadialPenalty, soft_threshold
 from espalier.subproblem import Scalar, Subproblem
 
 
@@ -22,7 +23,7 @@ class L1(RadialPenalty):
     default_grouping: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:
-        check_strength("lam", self.lam)
+        check_number("lam", self.lam)
 
     def value(self, x: Tensor, groups: Partition) -> Tensor:
         return self.lam * x.abs().sum()

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from espalier.checks import check_number
 from espalier.groupings import Grouping, Matrix, Partition
-from espalier.penalties.base import Penalty, Structure, check_strength
-from espalier.subproblem import Scalar
+from espalier.penalties.base import Penalty, Structure
+from espalier.subproblem import Scalar, as_tensor
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,20 @@ class NuclearNorm(Penalty):
     default_grouping: ClassVar[str] = "matrix"
 
     def __post_init__(self) -> None:
-        check_strength("lam", self.lam)
-        check_strength("weight", self.weight)
+        check_number("lam", self.lam)
+        check_number("weight", self.weight)
 
     def value(self, x: Tensor, groups: Partition) -> Tensor:
         singular: Tensor = torch.linalg.svdvals(x)
         return self.lam * self.weight * singular.sum()
 
     def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
+        kappa = step * self.lam * self.weight
+        if not isinstance(kappa, Tensor) and kappa == 0:
+            return x.clone()
         # U max(Σ − step λ, 0) Vᵀ
         u, s, vt = torch.linalg.svd(x, full_matrices=False)
-        kappa = torch.as_tensor(step * self.lam * self.weight, dtype=x.dtype, device=x.device)
-        s = (s - kappa.reshape(-1, 1)).clamp_(min=0)
+        s = (s - as_tensor(kappa, x).reshape(-1, 1)).clamp_(min=0)
         low_rank: Tensor = (u * s.unsqueeze(-2)) @ vt
         return low_rank
 

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from espalier.checks import check_number
 from espalier.groupings import Element, Grouping, Heads, Input, Output, Partition
-from espalier.penalties.base import Radial, RadialPenalty, check_strength, soft_threshold
+from espalier.penalties.base import Radial, RadialPenalty, soft_threshold
 from espalier.penalties.group_lasso import GroupLasso
 from espalier.penalties.l1 import L1
 from espalier.subproblem import Scalar, Subproblem
@@ -26,11 +27,11 @@ class SparseGroupLasso(RadialPenalty):
     default_grouping: ClassVar[str] = "input"
 
     def __post_init__(self) -> None:
-        check_strength("lam", self.lam)
+        check_number("lam", self.lam)
         if not 0 <= self.mix <= 1:
             raise ValueError(f"mix must lie in [0, 1], the share of the L1 norm, not {self.mix!r}.")
         if self.weight is not None:
-            check_strength("weight", self.weight)
+            check_number("weight", self.weight)
 
     @property
     def _group(self) -> GroupLasso:

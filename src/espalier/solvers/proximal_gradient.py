@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from espalier.checks import check_number
 from espalier.groupings import Partition
 from espalier.penalties.base import Penalty
 from espalier.solvers.base import Solution, Solver, may_branch
-from espalier.subproblem import Scalar, Subproblem
+from espalier.subproblem import Scalar, Subproblem, as_tensor
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,7 @@ class Tolerance:
     power: float = 0.6
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < torch.inf:
-            raise ValueError(f"scale must be a finite number > 0, not {self.scale!r}.")
+        check_number("scale", self.scale, open_low=True)
         if not self.power > 0.5:
             raise ValueError(f"power must exceed 1/2 for Σ ε_t² to be finite, not {self.power!r}.")
 
@@ -69,8 +69,7 @@ class ProximalGradient(Solver):
         return None
 
     def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
-        metric = torch.as_tensor(problem.metric, dtype=start.dtype, device=start.device)
-        metric = metric.expand(start.shape)
+        metric = as_tensor(problem.metric, start).expand(start.shape)
         if self.step == "bound":
             curvature = groups.max(metric) if penalty.separable else metric.amax()
         else:

@@ -20,7 +20,7 @@ from torch import Tensor
 from espalier.groupings import Partition
 from espalier.penalties.base import RadialPenalty
 from espalier.solvers.base import Solution, may_branch
-from espalier.subproblem import Subproblem
+from espalier.subproblem import Subproblem, as_tensor
 
 # (S, T) → how far r moves
 Move = Callable[[Tensor, Tensor], Tensor]
@@ -109,9 +109,9 @@ def solve_radial(
     scale = torch.where(largest > 0, largest, 1.0)
     scaled = _Scaled(
         b=form.linear / groups.stretch(scale),
-        h=torch.as_tensor(problem.metric, dtype=largest.dtype, device=largest.device),
-        kappa=form.kappa / scale,
-        flat=None if form.flat is None else form.flat / scale,
+        h=as_tensor(problem.metric, largest),
+        kappa=as_tensor(form.kappa, largest) / scale,
+        flat=None if form.flat is None else as_tensor(form.flat, largest) / scale,
         groups=groups,
     )
     norm_b = groups.sum(scaled.b.square()).sqrt_()
