@@ -134,7 +134,7 @@ class Partition:
 
     def stretch(self, per_group: Tensor) -> Tensor:
         """Values per group, laid out for fast broadcasting against the whole tensor."""
-        if not self.group_axes or per_group.dim() == 0:
+        if not self.group_axes or per_group.dim() == 0 or per_group.device.type != "cpu":
             return per_group
         tail = self.shape[self.group_axes[-1] + 1 :]
         if not 1 < math.prod(tail) < _STRETCH_BELOW:
