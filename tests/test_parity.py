@@ -105,14 +105,14 @@ def test_prox_sgd_is_its_definition(penalised: bool) -> None:
 
 def test_ramda_solves_the_papers_subproblem() -> None:
     """Algorithm 1 written out, with the solution checked by its optimality condition rather than by our solver."""
-    lam, lr, momentum, eps = 0.15, 0.1, 0.9, 1e-3
+    lam, lr, momentum, eps = 0.3, 0.1, 0.9, 1e-3
     torch.manual_seed(0)
     w = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
     anchor, v, u, alpha = w.detach().clone(), 0.0, 0.0, 0.0
     group = {"params": [w], "penalty": espalier.GroupLasso(lam), "grouping": "input"}
     optimizer = espalier.RAMDA([group], lr=lr, momentum=momentum, eps=eps)
     for t in range(1, 40):
-        g = torch.randn(6, 5, dtype=torch.float64)
+        g = torch.randn(6, 5, dtype=torch.float64) * torch.tensor([0.03, 0.3, 1.0, 3.0, 10.0])
         s = lr * t**0.5
         v, u, alpha = v + s * g, u + s * g * g, alpha + s
         before = w.detach().clone()

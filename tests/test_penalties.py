@@ -291,6 +291,8 @@ def test_screening_of_a_convex_penalty_is_exact(case: Case) -> None:
         # from a point without zeros: a group wrongly screened would come back, since each step looks at it again
         z = converge.solve(problem, penalty, groups, problem.anchor).point
         zero = groups.max(z.abs()) == 0
+        if not penalty.separable:  # its groups may hang together: all of them or none
+            zero = zero & zero.all()
         assert torch.equal(penalty.screen(problem, groups), zero)
         screened, kept = screened + int(zero.sum()), kept + int((~zero).sum())
     assert screened
@@ -509,7 +511,7 @@ def test_mix_is_a_share(mix: float) -> None:
 
 @pytest.mark.parametrize("gamma", [0.0, -1.0, math.nan, math.inf])
 def test_gamma_is_positive(gamma: float) -> None:
-    with pytest.raises(ValueError, match="gamma must be a finite number > 0"):
+    with pytest.raises(ValueError, match=r"gamma must be a finite number in \(0"):
         espalier.GroupMCP(0.1, gamma)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -123,15 +124,12 @@ def some_and_not_all(z: Tensor) -> bool:
 
 @radial_cases
 def test_all_solvers_agree_with_bisection(case: Case) -> None:
-    groups, mixed = case.groups, False
-    for seed, lam in ((0, 0.6), (1, 0.2)):
-        problem, penalty = pose(groups, seed, decades=2), case.build(lam)
-        exact = truth(problem, penalty, groups)
-        solvers = (Exact(), NewtonRaphson(), ProximalGradient(max_iters=2400, rtol=None))
-        for solver in solvers:
-            assert_same(solver.solve(problem, penalty, groups, problem.anchor).point, exact, groups, 1e-10)
-        mixed |= some_and_not_all(exact)
-    assert mixed
+    groups, penalty = case.groups, case.build(0.6)
+    problem = pose(groups, 0, decades=1.5)
+    exact = truth(problem, penalty, groups)
+    for solver in (Exact(), NewtonRaphson(), ProximalGradient(max_iters=900, rtol=None)):
+        assert_same(solver.solve(problem, penalty, groups, problem.anchor).point, exact, groups, 1e-10)
+    assert some_and_not_all(exact)
 
 
 @radial_cases
@@ -143,20 +141,20 @@ def test_exact_from_any_start(case: Case, dtype: torch.dtype) -> None:
     problem = replace(problem, metric=problem.metric.to(dtype))
     exact = truth(problem, penalty, groups)
     noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    huge = 1e30 if dtype == torch.float32 else 1e250
-    for start in (
-        0 * exact,
-        exact,
-        -exact,
-        1.001 * exact,
-        0.5 * exact,
-        noise,
-        1e6 * noise,
-        huge * noise,
-        1e-30 * noise,
-    ):
+    for start in (0 * exact, exact, 1.001 * exact, -0.5 * exact, noise, 1e6 * noise, 1e-30 * noise):
         z = Exact().solve(problem, penalty, groups, start.to(dtype)).point
         assert_same(z, exact, groups, 5e-6 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e30), (torch.float64, 1e250)])
+def test_exact_from_a_start_so_far_that_s_underflows(dtype: torch.dtype, size: float) -> None:
+    # weights of size 1 and b of size 1e-25 are as far apart
+    groups, penalty = as_grouping("input").partition((6, 8)), espalier.GroupLasso(0.3)
+    problem = pose(groups, 3, anchored=False)
+    b, h = problem.linear.to(dtype), problem.metric.to(dtype)
+    problem = Subproblem(torch.zeros_like(b), -b, h, 1.3)
+    z = Exact().solve(problem, penalty, groups, torch.full_like(b, size)).point
+    assert_same(z, truth(problem, penalty, groups), groups, 5e-6 if dtype == torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 64, 4608])
@@ -215,7 +213,7 @@ def test_exact_in_float32(size: int, magnitude: float) -> None:
         kappa = penalty.lam * math.sqrt(size)
         problem, groups = columns(b, h)
         exact = bisect(b.double(), h.double(), kappa, groups)
-        start = torch.randn(size, count, generator=source)
+        start = magnitude * torch.randn(size, count, generator=source)
         for begin in (torch.zeros_like(b), start, exact.float()):
             z = Exact().solve(problem, penalty, groups, begin).point
             assert torch.equal(z == 0, exact == 0)
@@ -307,7 +305,7 @@ def on_spheres(radii: Tensor, b: Tensor, h: Tensor) -> Tensor:
 def mcp_by_search(b: Tensor, h: Tensor, penalty: espalier.GroupMCP, tau: float) -> Tensor:
     """The least objective of each column, by a dense search over the radius that is refined around its best point."""
     top = 1.5 * (b / h).norm(dim=0) + 2 * penalty.gamma * penalty.lam * math.sqrt(len(b))
-    even = torch.linspace(0, 1, 200, dtype=b.dtype)[1:]
+    even = torch.linspace(0, 1, 120, dtype=b.dtype)[1:]
     radii = torch.cat([even, 10.0 ** (-9 * even)]).sort().values.unsqueeze(1) * top
     best = torch.zeros_like(top)  # at x = 0
     for _ in range(4):
@@ -324,15 +322,15 @@ def mcp_by_search(b: Tensor, h: Tensor, penalty: espalier.GroupMCP, tau: float) 
 @pytest.mark.parametrize("regime", ["below", "between", "above"])
 def test_group_mcp_is_solved_globally(size: int, regime: str) -> None:
     seen = {"zero": 0, "inner": 0, "outer": 0}
-    for seed in range(6):
+    for seed in range(4):
         source = torch.Generator().manual_seed(10 * size + seed)
         h = 10 ** (2 * torch.rand(size, 12, generator=source, dtype=torch.float64) - 1)
         b = torch.randn(size, 12, generator=source, dtype=torch.float64)
         b *= 10 ** (2 * torch.rand(12, generator=source, dtype=torch.float64) - 0.5)
-        if seed == 5:
+        if seed == 3:
             b[0] = 0  # an entry that nothing pulls
-        tau, gamma = 1.3, 1.3 / {"below": 0.05, "between": 1.0, "above": 20.0}[regime]
-        penalty = espalier.GroupMCP(1.0 if regime == "above" else 0.4, gamma)
+        tau, gamma = 1.3, 1.3 / {"below": 0.05, "between": 0.4, "above": 20.0}[regime]
+        penalty = espalier.GroupMCP(3.0 if regime == "above" else 0.6, gamma)
         problem, groups = columns(b, h, tau)
         x = Exact().solve(problem, penalty, groups, torch.zeros_like(b)).point
         value, least = mcp_objective(x, b, h, penalty, tau), mcp_by_search(b, h, penalty, tau)
@@ -394,7 +392,7 @@ def test_group_mcp_over_ten_decades_in_both_types() -> None:
 # ---------------------------------------------------------------------------------------------------- all solvers
 
 
-LONG = ProximalGradient(max_iters=700, rtol=None)
+LONG = ProximalGradient(max_iters=120, rtol=None)  # to rounding, on metrics within half a decade
 SOLVERS = {
     "ClosedForm": ClosedForm(),
     "Exact": Exact(),
@@ -405,52 +403,51 @@ SOLVERS = {
 
 
 @every_case
-@pytest.mark.parametrize("metric", ["number", "tensor", "diagonal"])
-def test_the_optimality_residual_vanishes(case: Case, metric: str) -> None:
-    groups, penalty, served = case.groups, case.build(0.3), []
-    problem = pose(groups, 5)
-    if metric != "diagonal":
-        h = 0.7 if metric == "number" else torch.tensor(0.7, dtype=torch.float64)
-        problem = replace(problem, metric=h, tau=torch.tensor(1.3, dtype=torch.float64) if metric == "tensor" else 1.3)
+@pytest.mark.parametrize("scalar", [False, True], ids=["diagonal", "scalar"])
+def test_the_optimality_residual_vanishes(case: Case, scalar: bool) -> None:
+    groups, penalty, served = case.groups, case.build(0.3), {}
+    problem = pose(groups, 5, decades=0.5, tau=0.5)
+    if scalar:
+        problem = replace(problem, metric=torch.tensor(0.7, dtype=torch.float64))
     inputs = [problem.anchor.clone(), problem.direction.clone()]
     start = 0.1 * problem.anchor
     # the residual must be able to tell: far from the solution it is as large as b
     assert residual(problem, penalty, groups, start) > 1e-2 * problem.linear.norm()
     for name, solver in SOLVERS.items():
-        if solver.lacks(penalty, metric != "diagonal") is None:
+        if solver.lacks(penalty, scalar) is None:
+            if name.startswith("pg") and not penalty.convex:
+                solver = replace(solver, max_iters=300)  # half the step, and less curvature
             z = solver.solve(problem, penalty, groups, start).point
             assert (z.shape, z.dtype) == (start.shape, start.dtype)
             assert residual(problem, penalty, groups, z) <= 1e-10 * problem.linear.norm()
-            served.append(name)
+            served[name] = z
     assert torch.equal(problem.anchor, inputs[0])
     assert torch.equal(problem.direction, inputs[1])
     assert torch.equal(start, 0.1 * problem.anchor)
-    assert {"pg", "pg-backtracking"} <= set(served)
-    assert ("ClosedForm" in served) == (metric != "diagonal")
+    assert ("ClosedForm" in served) == scalar
+    if penalty.convex:  # and the solution is one
+        for z in served.values():
+            assert (z - served["pg"]).norm() <= 1e-10 * served["pg"].norm()
 
 
 @every_case
 def test_on_a_scalar_metric_all_solvers_give_the_closed_form(case: Case) -> None:
-    groups, mixed = case.groups, []
-    for seed, lam in ((6, 0.3), (7, 0.9)):
-        penalty = case.build(lam)
-        for h in (0.05, 0.7, 4.0):  # for GroupMCP with γ = 3 the step τ/h is above γ, and below it
-            problem = replace(pose(groups, seed), metric=h)
-            z = ClosedForm().solve(problem, penalty, groups, problem.anchor).point
-            norm = float(z.norm())
-            mixed.append(norm > 0)
-            same = replace(problem, metric=torch.full(groups.shape, h, dtype=torch.float64))
-            # nonconvex: proximal gradient stays where it is put, at a solution
-            start = 0.3 * problem.anchor if penalty.convex else z
-            solvers = [LONG, replace(LONG, step="backtracking")]
-            solvers += [s for s in (Exact(), NewtonRaphson()) if s.lacks(penalty, True) is None]
-            for solver in solvers:
-                for posed in (problem, same):
-                    other = solver.solve(posed, penalty, groups, start).point
-                    assert float((other - z).norm()) <= 1e-12 * (1 + norm)
-                    if not isinstance(penalty, espalier.NuclearNorm):
-                        assert torch.equal(other == 0, z == 0)
-    assert any(mixed)
+    groups, penalty, norms = case.groups, case.build(0.6), []
+    for h in (0.1, 4.0):  # for GroupMCP with γ = 3 the step τ/h is above γ, and below it
+        problem = replace(pose(groups, 6), metric=h)
+        z = ClosedForm().solve(problem, penalty, groups, problem.anchor).point
+        norms.append(float(z.norm()))
+        # nonconvex: proximal gradient stays where it is put, at a solution
+        start = 0.3 * problem.anchor if penalty.convex else z
+        solvers = [ProximalGradient(), ProximalGradient(max_iters=60, rtol=None, step="backtracking")]
+        solvers += [s for s in (Exact(), NewtonRaphson()) if s.lacks(penalty, True) is None]
+        for solver in solvers:
+            for metric in (h, torch.full(groups.shape, h, dtype=torch.float64)):
+                other = solver.solve(replace(problem, metric=metric), penalty, groups, start).point
+                assert float((other - z).norm()) <= 1e-12 * (1 + norms[-1])
+                if not isinstance(penalty, espalier.NuclearNorm):
+                    assert torch.equal(other == 0, z == 0)
+    assert any(norms)
 
 
 @every_case
@@ -483,11 +480,12 @@ def test_the_memory_layout_does_not_matter(case: Case) -> None:
 
 @every_case
 def test_everything_screened(case: Case) -> None:
-    groups = case.groups
+    groups, penalty = case.groups, case.build(1e4)
     problem = pose(groups, 10)
     for name, solver in SOLVERS.items():
         posed = replace(problem, metric=0.8) if name == "ClosedForm" else problem
-        penalty = case.build(1e4)
+        if name.startswith("pg"):
+            solver = replace(solver, max_iters=5)
         if solver.lacks(penalty, name == "ClosedForm") is None:
             assert solver.solve(posed, penalty, groups, problem.anchor).point.count_nonzero() == 0
 
@@ -499,11 +497,10 @@ def test_nothing_pulls(case: Case) -> None:
     still = Subproblem(0 * problem.anchor, 0 * problem.anchor, problem.metric, 1.3)
     for name, solver in SOLVERS.items():
         posed = replace(still, metric=0.8) if name == "ClosedForm" else still
+        if name.startswith("pg"):
+            solver = replace(solver, max_iters=40)
         if solver.lacks(penalty, name == "ClosedForm") is None:
-            z = solver.solve(posed, penalty, groups, problem.anchor).point
-            assert (z.abs() <= 1e-12).all()
-            if not name.startswith("pg") or (penalty.convex and penalty.separable):
-                assert z.count_nonzero() == 0
+            assert solver.solve(posed, penalty, groups, problem.anchor).point.count_nonzero() == 0
 
 
 @every_case
@@ -518,9 +515,10 @@ def test_without_a_penalty_the_minimum_is_the_quadratic_one(case: Case, lam: flo
     scalar = replace(problem, metric=2.0)
     z = ClosedForm().solve(scalar, penalty, groups, problem.anchor).point
     torch.testing.assert_close(z, scalar.unpenalised(), rtol=1e-13, atol=1e-13)
-    mild = replace(pose(groups, 12), tau=tau)
-    z = LONG.solve(mild, penalty, groups, mild.anchor).point
-    torch.testing.assert_close(z, mild.unpenalised(), rtol=1e-10, atol=1e-10)
+    if penalty.convex:
+        mild = replace(pose(groups, 12, decades=0.5), tau=tau)
+        z = LONG.solve(mild, penalty, groups, mild.anchor).point
+        torch.testing.assert_close(z, mild.unpenalised(), rtol=1e-11, atol=1e-11)
 
 
 def test_no_direction_and_no_penalty_leave_the_anchor_to_the_bit() -> None:
@@ -543,11 +541,10 @@ def test_one_group_and_groups_of_one(build: Callable[..., espalier.Penalty], sha
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 4, 3, 3), (4, 2, 0, 1)])
-@every_case
-def test_empty_tensors_have_an_empty_solution(case: Case, shape: tuple[int, ...]) -> None:
-    if case.shape != SHAPES[0]:
-        pytest.skip("the shape is the other one here")
-    groups, penalty = case.grouping.partition(shape), case.build(0.3)
+@pytest.mark.parametrize("build", [*SMOOTHED, espalier.GroupMCP, espalier.NuclearNorm])
+def test_empty_tensors_have_an_empty_solution(build: Callable[..., espalier.Penalty], shape: tuple[int, ...]) -> None:
+    penalty = build(0.3)
+    groups = as_grouping(penalty.default_grouping).partition(shape)
     x = groups.split(torch.zeros(shape))
     for solver in (Exact(), NewtonRaphson(), ProximalGradient()):
         if solver.lacks(penalty, False) is None:
@@ -565,14 +562,9 @@ def q(problem: Subproblem, penalty: espalier.Penalty, groups: espalier.Partition
     return float(smooth + problem.tau * penalty.value(x, groups))
 
 
-def iterate(solver: ProximalGradient, j: int, problem: Subproblem, penalty: espalier.Penalty, groups: espalier.Partition,
-            start: Tensor) -> Tensor:  # fmt: skip
-    """Z^j, by running j iterations and no rule."""
-    return (
-        replace(solver, max_iters=j, min_iters=1, rtol=None, tolerance=None)
-        .solve(problem, penalty, groups, start)
-        .point
-    )
+def one_more(problem: Subproblem, penalty: espalier.Penalty, groups: espalier.Partition, z: Tensor) -> Tensor:
+    """Z^{j+1} from Z^j: with a fixed step the iteration has no memory."""
+    return ProximalGradient(max_iters=1, min_iters=1, rtol=None).solve(problem, penalty, groups, z).point
 
 
 @every_case
@@ -580,11 +572,12 @@ def iterate(solver: ProximalGradient, j: int, problem: Subproblem, penalty: espa
 def test_q_never_rises(case: Case, step: str) -> None:
     groups, penalty = case.groups, case.build(0.3)
     problem = pose(groups, 13, decades=2)
-    solver = ProximalGradient(step=step)
     start = 3 * problem.anchor
     values = [q(problem, penalty, groups, start)]
-    values += [q(problem, penalty, groups, iterate(solver, j, problem, penalty, groups, start)) for j in range(1, 9)]
-    assert all(b <= a + 1e-12 * (1 + abs(a)) for a, b in zip(values, values[1:], strict=False))
+    for j in range(1, 7):
+        solver = ProximalGradient(max_iters=j, min_iters=1, rtol=None, step=step)
+        values.append(q(problem, penalty, groups, solver.solve(problem, penalty, groups, start).point))
+    assert all(b <= a + 1e-12 * (1 + abs(a)) for a, b in pairwise(values))
     assert values[-1] < values[0]
 
 
@@ -602,25 +595,25 @@ def test_min_and_max_iterations_are_kept() -> None:
     assert isinstance(run.iterations, int)
 
 
-@pytest.mark.parametrize("rtol", [1e-3, 1e-5, 1e-8])
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6])
 @pytest.mark.parametrize("anchored", [False, True])
 @pytest.mark.parametrize("build", [espalier.GroupLasso, espalier.L1, ElasticNet])
 def test_rtol_stops_where_it_says(build: Callable[..., espalier.Penalty], anchored: bool, rtol: float) -> None:
     penalty, groups = build(0.3), as_grouping("input").partition((6, 8))
-    for seed in range(3):
-        problem = pose(groups, 15 + seed, decades=2, anchored=anchored)
-        # far from it <d, a> is not small beside the rest of Q
-        problem = replace(problem, direction=problem.direction + 5 * problem.anchor)
-        start = torch.ones_like(problem.anchor)
-        solver = ProximalGradient(max_iters=3000, min_iters=2, rtol=rtol)
-        run = solver.solve(problem, penalty, groups, start)
-        points = [iterate(solver, j, problem, penalty, groups, start) for j in range(1, run.iterations + 1)]
-        values = [q(problem, penalty, groups, z) for z in points]
-        falls = [(a - b) / (abs(b) + 1) for a, b in zip(values, values[1:], strict=False)]
-        assert 2 < run.iterations < 3000
-        assert falls[-1] < rtol
-        assert all(f >= rtol for f in falls[:-1])
-        assert torch.equal(run.point, points[-1])
+    problem = pose(groups, 15, decades=2, anchored=anchored)
+    # <d, a> is not small beside the rest of Q
+    problem = replace(problem, direction=problem.direction + 5 * problem.anchor)
+    start = torch.ones_like(problem.anchor)
+    run = ProximalGradient(max_iters=3000, min_iters=2, rtol=rtol).solve(problem, penalty, groups, start)
+    z, values = start, []
+    for _ in range(run.iterations):
+        z = one_more(problem, penalty, groups, z)
+        values.append(q(problem, penalty, groups, z))
+    falls = [(a - b) / (abs(b) + 1) for a, b in pairwise(values)]
+    assert 2 < run.iterations < 3000
+    assert torch.equal(run.point, z)
+    assert falls[-1] < rtol
+    assert all(f >= rtol for f in falls[:-1])
 
 
 def least_subgradient(problem: Subproblem, kappa: float, z: Tensor) -> float:
@@ -635,7 +628,7 @@ def least_subgradient(problem: Subproblem, kappa: float, z: Tensor) -> float:
 @pytest.mark.parametrize("settings", [{"rtol": None}, {}, {"rtol": None, "step": "backtracking"}])
 def test_tolerance_is_met(settings: dict[str, object]) -> None:
     groups, penalty = as_grouping("input").partition((6, 8)), espalier.GroupLasso(0.3)
-    for seed in range(4):
+    for seed in range(2):
         problem, counts = pose(groups, 20 + seed, decades=2), []
         start = 2 * problem.anchor
         for t in (1, 10, 1000, 100000):
@@ -656,7 +649,8 @@ def test_tolerance_does_not_iterate_for_nothing() -> None:
     problem = pose(groups, 24, decades=2)
     solver = ProximalGradient(max_iters=5000, min_iters=1, rtol=None, tolerance=Tolerance(1e-6))
     run = solver.solve(problem, penalty, groups, problem.anchor)
-    before = iterate(solver, run.iterations - 1, problem, penalty, groups, problem.anchor)
+    one_less = replace(solver, max_iters=run.iterations - 1, tolerance=None)
+    before = one_less.solve(problem, penalty, groups, problem.anchor).point
     assert least_subgradient(problem, problem.tau * 0.3 * math.sqrt(6), before) > 0.5e-6
     # from the solution it stops at once
     assert solver.solve(problem, penalty, groups, run.point).iterations == 1
@@ -707,22 +701,12 @@ def test_the_step_is_the_bound(penalty: espalier.Penalty, each: bool, share: flo
 def test_groups_of_different_scale_take_steps_of_their_own() -> None:
     groups = as_grouping("input").partition((6, 8))
     problem = pose(groups, 26)
-    problem = replace(problem, metric=problem.metric * 10 ** torch.linspace(0, 3, 8, dtype=torch.float64))
-    solver = ProximalGradient(max_iters=100000, rtol=None, tolerance=Tolerance(1e-4))
+    problem = replace(problem, metric=problem.metric * 10 ** torch.linspace(0, 2, 8, dtype=torch.float64))
+    solver = ProximalGradient(max_iters=10000, rtol=None, tolerance=Tolerance(1e-3))
     own = solver.solve(problem, espalier.GroupLasso(0.01), groups, problem.anchor)
     shared = solver.solve(problem, Whole(espalier.GroupLasso(0.01)), groups, problem.anchor)
-    assert 20 * own.iterations < shared.iterations
+    assert 10 * own.iterations < shared.iterations
     torch.testing.assert_close(own.point, shared.point, rtol=0, atol=1e-2)
-
-
-@every_case
-def test_backtracking_reaches_the_same_point(case: Case) -> None:
-    groups, penalty = case.groups, case.build(0.3)
-    if not penalty.convex:
-        pytest.skip("stationary points of a nonconvex problem may differ")
-    problem = pose(groups, 27)
-    z = [replace(LONG, step=s).solve(problem, penalty, groups, problem.anchor).point for s in ("bound", "backtracking")]
-    assert float((z[0] - z[1]).norm()) <= 1e-11 * float(z[0].norm())
 
 
 @pytest.mark.parametrize(
@@ -780,9 +764,7 @@ def test_auto_picks_by_what_is_declared(case: PenaltyCase) -> None:
 
 @every_penalty
 @pytest.mark.parametrize("scalar", [False, True])
-@pytest.mark.parametrize(
-    "asked", ["exact", "newton", "pg", ClosedForm(), Exact(max_iters=3), ProximalGradient(7)], ids=str
-)
+@pytest.mark.parametrize("asked", ["exact", "newton", "pg", ClosedForm(), Exact(3), ProximalGradient(7)], ids=str)
 def test_a_solver_asked_for_serves_or_says_what_is_missing(
     case: PenaltyCase, asked: str | espalier.Solver, scalar: bool
 ) -> None:

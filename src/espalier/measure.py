@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from espalier.groupings import as_grouping, partition_of
-from espalier.optim.base import Group, named
+from espalier.optim.checkpoint import Group, named
 from espalier.penalties.base import Penalty, Structure
 from espalier.tables import table
 

@@ -5,7 +5,8 @@ A method says how its sums grow with a gradient and which subproblem they pose; 
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,12 +20,14 @@ from torch.optim.optimizer import ParamsT
 from espalier import solvers
 from espalier.checks import check_number
 from espalier.groupings import Element, Partition, as_grouping, partition_of
+from espalier.optim.arithmetic import average
+from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
+from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
 from espalier.penalties.base import Penalty, RadialPenalty
 from espalier.solvers import Exact, Solver
 from espalier.subproblem import Scalar, Subproblem
 
-Group: TypeAlias = dict[str, Any]
 Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
 
@@ -32,11 +35,8 @@ Clock: TypeAlias = dict[str, Scalar]
 # layers. Results do not depend on it.
 _BLOCK = 1 << 16
 
-# In a checkpoint these stand as text, to be compared; the objects are those of the optimizer that loads it.
-_OBJECTS = ("penalty", "grouping")
 
-
-class StructuredOptimizer(Optimizer):
+class StructuredOptimizer(Optimizer, ABC):
     """A torch optimizer whose every step solves argmin_x <d, x> + ½ <x − a, H (x − a)> + τ ψ(x) and moves toward it."""
 
     # sums reach back to an anchor W⁰: there is something to restart, and the structured point differs from the weights
@@ -282,19 +282,20 @@ class StructuredOptimizer(Optimizer):
     # ------------------------------------------------------------------------------------------------ state
 
     def _new_state(self, group: Group, p: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[p]
-        dtype = state_dtype(p)
+        fresh = {k: torch.zeros(()) for k in self.clock}
+        fresh |= {k: p if k == "anchor" else torch.zeros_like(p) for k in self._buffers(group)}
+        state = self.state[p] = self._own_state(group, p, fresh)
+        return state
+
+    def _own_state(self, group: Group, p: Tensor, source: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of `source` in the types and on the devices that the parameter's state has."""
+        dtype = torch.promote_types(p.dtype, torch.float32)  # float32 for parameters in half precision
         # with no host synchronisation allowed, only the device may know whether a step counted
-        on_device = self.defaults["skip_nonfinite"]
-        for k in self.clock:
-            device = p.device if on_device else torch.device("cpu")
-            state[k] = torch.zeros((), dtype=torch.float64, device=device)
-        for k in self._buffers(group):
-            state[k] = torch.zeros_like(p, dtype=dtype)
-        if "anchor" in state:
-            state["anchor"].copy_(p)
+        home = p.device if self.defaults["skip_nonfinite"] else torch.device("cpu")
+        state = {k: source[k].to(home, torch.float64, copy=True) for k in self.clock}
+        state |= {k: source[k].to(p.device, dtype, copy=True) for k in self._buffers(group)}
         if dtype != p.dtype:
-            state["master"] = p.to(dtype, copy=True)
+            state["master"] = source.get("master", p).to(p.device, dtype, copy=True)
         return state
 
     def _read_clock(self, state: dict[str, Tensor]) -> Clock:
@@ -304,69 +305,31 @@ class StructuredOptimizer(Optimizer):
         """Tensors and plain values only; penalty and grouping stand as text."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            group.update({k: None if group[k] is None else repr(group[k]) for k in _OBJECTS})
+            group.update(as_text(group))
             del group["solver"]
         return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. A checkpoint that does not fit raises before anything changes."""
+        # not torch's own: that would cast float32 state to the type of half precision parameters
+        self._refuse_in_structured("load_state_dict")
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        groups: list[Group] = deepcopy(state_dict["param_groups"])
-        self._check_checkpoint(groups, state_dict["state"])
+        saved_groups: list[Group] = deepcopy(state_dict["param_groups"])
+        check_fits(self, saved_groups, state_dict["state"])
 
-        loaded: dict[Tensor, dict[str, Tensor]] = {}
-        for saved, here, j in zip(groups, self.param_groups, range(len(groups)), strict=True):
-            here_objects = {k: here[k] for k in (*_OBJECTS, "solver", "params")}
-            for key, (p, _) in zip(saved["params"], named(here, j), strict=True):
+        groups: list[Group] = []
+        state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        for saved, here in zip(saved_groups, self.param_groups, strict=True):
+            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, "params")}})
+            for key, p in zip(saved["params"], here["params"], strict=True):
                 if key in state_dict["state"]:
-                    loaded[p] = self._load_state(here, p, state_dict["state"][key])
-            saved.update(here_objects)
-            groups[j] = {**here, **saved}
-        self.__setstate__({"state": loaded, "param_groups": groups})
+                    state[p] = self._own_state(groups[-1], p, state_dict["state"][key])
+        self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load_state(self, group: Group, p: Tensor, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        self_state: dict[str, Tensor] = {}
-        on_device = self.defaults["skip_nonfinite"]
-        for k in self.clock:
-            self_state[k] = saved[k].to(p.device if on_device else "cpu", torch.float64, copy=True)
-        for k in self._buffers(group):
-            self_state[k] = saved[k].to(p.device, state_dtype(p), copy=True)
-        if state_dtype(p) != p.dtype:
-            self_state["master"] = saved.get("master", p).to(p.device, state_dtype(p), copy=True)
-        return self_state
-
-    def _check_checkpoint(self, groups: list[Group], state: dict[Any, Any]) -> None:
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                f"the checkpoint has parameter groups of sizes {[len(g['params']) for g in groups]}, this optimizer "
-                f"of {[len(g['params']) for g in self.param_groups]}. Build it with the groups that were saved."
-            )
-        for j, (saved, here) in enumerate(zip(groups, self.param_groups, strict=True)):
-            for k in _OBJECTS:
-                expected = None if here[k] is None else repr(here[k])
-                if saved.get(k) != expected:
-                    raise ValueError(
-                        f"group {j} was saved with {k} {saved.get(k)} and has {expected} here. Build the optimizer "
-                        f"with the saved {k}; to go on with another, change group['{k}'] after loading."
-                    )
-            for key, (p, name) in zip(saved["params"], named(here, j), strict=True):
-                for k in (*self.clock, *self._buffers(saved)) if key in state else ():
-                    if k not in state[key]:
-                        raise ValueError(
-                            f"the checkpoint has no {k!r} for {name}: it is not of {type(self).__name__}. "
-                            "Load it into the optimizer that wrote it."
-                        )
-                    shape = () if k in self.clock else tuple(p.shape)
-                    if tuple(state[key][k].shape) != shape:
-                        raise ValueError(
-                            f"the checkpoint's {k!r} for {name} has shape {tuple(state[key][k].shape)}, expected "
-                            f"{shape}. Load it into the model that was saved."
-                        )
 
     # ------------------------------------------------------------------------------------------------ checks
 
@@ -396,32 +359,3 @@ class StructuredOptimizer(Optimizer):
             return all(bool(f) for f in flags)
         home = next(f.device for f in flags if f.device.type != "cpu")
         return torch.stack([f.to(home, non_blocking=True) for f in flags]).all()
-
-
-def named(group: Group, index: int) -> Iterator[tuple[Tensor, str]]:
-    """The group's parameters with a name each, for messages and reports."""
-    names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
-    return zip(group["params"], names, strict=True)
-
-
-def state_dtype(p: Tensor) -> torch.dtype:
-    """float32 for parameters of half precision, else their own type."""
-    return torch.promote_types(p.dtype, torch.float32)
-
-
-def average(w: Tensor, z: Tensor, c: Scalar) -> None:
-    """w ← (1 − c) w + c z, and z to the bit at c = 1: w + c (z − w) would round its zeros away."""
-    if not isinstance(c, Tensor):
-        w.copy_(z) if c == 1 else w.mul_(1 - c).add_(z, alpha=c)
-    else:
-        w.mul_(1 - c).add_(z * c)
-
-
-def add_scaled(x: Tensor, y: Tensor, s: Scalar) -> None:
-    """x ← x + s y."""
-    x.add_(y * s) if isinstance(s, Tensor) else x.add_(y, alpha=s)
-
-
-def add_square(x: Tensor, y: Tensor, s: Scalar) -> None:
-    """x ← x + s y²."""
-    x.addcmul_(y, y * s) if isinstance(s, Tensor) else x.addcmul_(y, y, value=s)

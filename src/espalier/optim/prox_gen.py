@@ -6,12 +6,12 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
+from espalier.optim.arithmetic import add_square
 from espalier.optim.base import (
     Clock,
     Group,
     StructuredOptimizer,
     Tensors,
-    add_square,
 )
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem

@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
-from espalier.optim.base import Clock, Group, StructuredOptimizer, Tensors, add_scaled
+from espalier.optim.arithmetic import add_scaled
+from espalier.optim.base import Clock, Group, StructuredOptimizer, Tensors
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem
 

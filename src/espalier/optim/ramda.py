@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
-from espalier.optim.base import Clock, Group, Tensors, add_scaled, add_square
+from espalier.optim.arithmetic import add_scaled, add_square
+from espalier.optim.base import Clock, Group, Tensors
 from espalier.optim.dual_averaging import DualAveraging
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem

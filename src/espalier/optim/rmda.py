@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from espalier.optim.base import Clock, Group, Tensors, add_scaled
+from espalier.optim.arithmetic import add_scaled
+from espalier.optim.base import Clock, Group, Tensors
 from espalier.optim.dual_averaging import DualAveraging
 from espalier.solvers import Solver
 from espalier.subproblem import Scalar, Subproblem
