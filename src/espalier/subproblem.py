@@ -71,8 +71,7 @@ class Subproblem:
         return (x - self.anchor).mul_(self.metric).add_(self.direction)
 
     def value(self, x: Tensor, penalty: Penalty, groups: Partition) -> Tensor:
-        """Q(x), up to the constant <d, a>."""
-        # <d, x − a> + ½ <x − a, H (x − a)> in place of <d, x>: near the solution nothing large cancels
+        """Q(x) − <d, a>: without that constant differences of Q keep their digits."""
         step = x - self.anchor
         smooth = (0.5 * self.metric * step).add_(self.direction).mul_(step).sum()
         return smooth + self.tau * penalty.value(x, groups)

@@ -35,14 +35,11 @@ class NuclearNorm(Penalty):
         return self.lam * self.weight * singular.sum()
 
     def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
-        kappa = step * self.lam * self.weight
-        if not isinstance(kappa, Tensor) and kappa == 0:
-            return x.clone()
         # U max(Σ − step λ, 0) Vᵀ
         u, s, vt = torch.linalg.svd(x, full_matrices=False)
-        s = (s - as_tensor(kappa, x).reshape(-1, 1)).clamp_(min=0)
-        low_rank: Tensor = (u * s.unsqueeze(-2)) @ vt
-        return low_rank
+        kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1)
+        s = (s.unsqueeze(-2) - kappa).clamp_(min=0)
+        return torch.where(kappa > 0, (u * s) @ vt, x)  # at step 0 x to the bit
 
     def structure(self, x: Tensor, groups: Partition) -> Structure:
         """Rank: singular values above max(m, n) · ε · σ_max, ε the rounding unit of the entries' type (float32 at

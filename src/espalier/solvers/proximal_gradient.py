@@ -40,8 +40,8 @@ class ProximalGradient(Solver):
         max_iters: T₂.
         min_iters: iterations made before the first look at the stopping rule.
         rtol: stop when (Q(Z^{j−1}) − Q(Z^j)) / (|Q(Z^j)| + 1) < rtol; None for no such rule.
-        tolerance: stop when a subgradient of Q at Z^j has norm ≤ ε_t and Q(Z^j) ≤ Q(Z⁰), the paper's condition;
-            None for no such rule.
+        tolerance: in place of rtol, stop when a subgradient of Q at Z^j has norm ≤ ε_t and Q(Z^j) ≤ Q(Z⁰), the paper's
+            condition.
         step: "bound" takes θ = 1/max(H), for each group where ψ separates over groups, halved for nonconvex ψ;
             "backtracking" needs no bound: it starts at the mean curvature and halves θ until the step decreases Q
             enough.
@@ -77,6 +77,7 @@ class ProximalGradient(Solver):
         theta = curvature.reciprocal() if penalty.convex else 0.5 / curvature
 
         look = may_branch(start) or penalty.synchronises
+        constant = (problem.direction * problem.anchor).sum()  # that problem.value leaves out
         z, first = start, problem.value(start, penalty, groups)
         before = first
         if penalty.separable:
@@ -93,8 +94,8 @@ class ProximalGradient(Solver):
             iterations += ~done
             value = problem.value(new, penalty, groups)
             if j >= self.min_iters:
-                if self.rtol is not None:
-                    done = done | ((before - value) / (value.abs() + 1) < self.rtol)
+                if self.rtol is not None and self.tolerance is None:
+                    done = done | ((before - value) / ((value + constant).abs() + 1) < self.rtol)
                 if self.tolerance is not None:
                     # prox gives (Z − Z⁺)/θ − ∇q(Z) ∈ τ ∂ψ(Z⁺), hence (1/θ − H)(Z − Z⁺) ∈ ∂Q(Z⁺)
                     subgradient = (1 / theta - metric) * (z - new)

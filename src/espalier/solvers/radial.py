@@ -63,7 +63,7 @@ class _Scaled:
         idle = torch.where(norm_b > 0, norm_b, 1.0)
         this = replace(self, kappa=torch.where(active, self.kappa, idle))
         r = floor if start is None else torch.where(active, start.maximum(floor), 0.0)
-        tolerance = 4 * torch.finfo(r.dtype).eps
+        noise = 16 * torch.finfo(r.dtype).eps  # of S, a sum over the group
         iteration = 0
         while iteration < max_iters:
             iteration += 1
@@ -71,15 +71,18 @@ class _Scaled:
             q = (self.b / d).square_()
             s = self.groups.sum(q)  # S = Σ b² / D²
             t = self.groups.sum(q.mul_(h).div_(d))  # T = Σ h b² / D³
-            new = torch.maximum(torch.where(s > 0, r + move(s, t), r), floor)
+            # from so far right that S underflows, begin at the floor
+            new = torch.maximum(torch.where(s > 0, r + move(s, t), floor), floor)
             if self.flat is not None:
                 # f has stopped rising or r has left the region: there is no inner minimum but 0
                 new = torch.where(t > 0, new, self.flat).minimum(self.flat)
             new = torch.where(active, new, 0.0)  # rounding must not lift a zero group off zero
-            settled = may_branch(r) and bool(((new - r).abs() <= tolerance * r).all())
             r = new
-            if settled:
-                break
+            if may_branch(s):
+                # S ≥ 1 left of the root, where every iterate after the first is
+                settled = s - 1 <= noise if iteration > 1 else (s - 1).abs() <= noise
+                if bool((settled | ~active).all()):
+                    break
         return r, iteration
 
     def point(self, r: Tensor) -> Tensor:
