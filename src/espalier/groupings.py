@@ -123,7 +123,10 @@ class Partition:
         return x
 
     def norm(self, x: Tensor) -> Tensor:
-        """‖x_g‖ of each group, kept broadcastable to x; entries are scaled first, so that no square overflows."""
+        """‖x_g‖ of each group, kept broadcastable to x, with no square leaving the range of its type."""
+        squares = self.sum(x.square())
+        if x.device.type == "cpu" and bool(((squares > 1e-20) & (squares < 1e20)).all()):
+            return squares.sqrt_()
         largest = self.max(x.abs())
         scale = torch.where(largest > 0, largest, 1.0)
         return self.sum((x / self.stretch(scale)).square_()).sqrt_().mul_(scale)
