@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -145,18 +145,36 @@ class Partition:
         head = per_group.shape[: len(self.shape) - len(tail)]
         return per_group.expand(*head, *tail).contiguous()
 
-    def blocks(self, elements: int) -> Iterator[tuple[int, int, int, Partition]]:
-        """Cut between groups into pieces of about `elements`: (axis, start, length, partition of the piece)."""
-        if not self.group_axes or math.prod(self.shape) <= elements:
-            yield 0, 0, self.shape[0] if self.shape else 1, self
-            return
-        axis = max(self.group_axes, key=lambda a: self.shape[a])
-        length = self.shape[axis]
-        step = max(1, min(length, elements * length // math.prod(self.shape)))
-        for start in range(0, length, step):
-            size = min(step, length - start)
-            shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
-            yield axis, start, size, replace(self, shape=shape)
+    def blocks(self, elements: int) -> tuple[Block, ...]:
+        """Cut between groups into pieces of about `elements`."""
+        return _blocks(self, elements)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The indices `start` to `start + length` of an axis of a partition's view, and the partition of that piece."""
+
+    axis: int
+    start: int
+    length: int
+    groups: Partition
+
+
+@lru_cache(maxsize=1024)
+def _blocks(whole: Partition, elements: int) -> tuple[Block, ...]:
+    if not whole.group_axes or math.prod(whole.shape) <= elements:
+        return (Block(0, 0, whole.shape[0] if whole.shape else 1, whole),)
+    axis = max(whole.group_axes, key=lambda a: whole.shape[a])
+    length = whole.shape[axis]
+    # pieces of equal length but for the last: 2¹⁸ + 1 elements are two halves, not a block and a rest
+    pieces = min(length, -(-math.prod(whole.shape) // elements))
+    step = -(-length // pieces)
+    blocks = []
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        shape = (*whole.shape[:axis], size, *whole.shape[axis + 1 :])
+        blocks.append(Block(axis, start, size, replace(whole, shape=shape)))
+    return tuple(blocks)
 
 
 @dataclass(frozen=True)

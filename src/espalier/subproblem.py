@@ -24,16 +24,22 @@ def as_tensor(value: Scalar, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
+def add_scaled(x: Tensor, y: Tensor, s: Scalar) -> Tensor:
+    """x ← x + s y."""
+    return x.add_(y * s) if isinstance(s, Tensor) else x.add_(y, alpha=s)
+
+
 @dataclass(frozen=True)
 class Subproblem:
     """argmin_x Q(x) = <d, x> + ½ <x − a, H (x − a)> + τ ψ(x), H diagonal and positive.
 
     Attributes:
         anchor: a.
-        direction: d.
+        direction: d, but for the factor `pull`.
         metric: H; a tensor shaped like a, or a scalar for a multiple of the identity.
         tau: τ.
         t: the step that poses the problem, for tolerances that shrink with it.
+        pull: a factor of the direction; a method that scales its average need not copy it.
     """
 
     anchor: Tensor
@@ -41,11 +47,12 @@ class Subproblem:
     metric: Scalar
     tau: Scalar
     t: Scalar = 1
+    pull: Scalar = 1.0
 
     @cached_property
     def linear(self) -> Tensor:
         """b = H a − d, so that Q(x) = ½ <x, H x> − <b, x> + τ ψ(x) + constant."""
-        return (self.metric * self.anchor).sub_(self.direction)
+        return add_scaled(self.metric * self.anchor, self.direction, -self.pull)
 
     @property
     def is_scalar(self) -> bool:
@@ -64,14 +71,16 @@ class Subproblem:
 
     def unpenalised(self) -> Tensor:
         """The solution for ψ = 0: a − d / H, which is a to the bit where d = 0."""
-        return self.anchor - self.direction / self.metric
+        if isinstance(self.metric, Tensor) or isinstance(self.pull, Tensor):
+            return self.anchor - (self.direction / self.metric).mul_(self.pull)
+        return torch.sub(self.anchor, self.direction, alpha=self.pull / self.metric)
 
     def gradient(self, x: Tensor) -> Tensor:
         """Of the smooth part: d + H (x − a)."""
-        return (x - self.anchor).mul_(self.metric).add_(self.direction)
+        return add_scaled((x - self.anchor).mul_(self.metric), self.direction, self.pull)
 
     def value(self, x: Tensor, penalty: Penalty, groups: Partition) -> Tensor:
         """Q(x) − <d, a>: without that constant differences of Q keep their digits."""
         step = x - self.anchor
-        smooth = (0.5 * self.metric * step).add_(self.direction).mul_(step).sum()
+        smooth = add_scaled(0.5 * self.metric * step, self.direction, self.pull).mul_(step).sum()
         return smooth + self.tau * penalty.value(x, groups)

@@ -10,14 +10,9 @@ from espalier.subproblem import Scalar
 def average(w: Tensor, z: Tensor, c: Scalar) -> None:
     """w ← (1 − c) w + c z, and z to the bit at c = 1: w + c (z − w) would round its zeros away."""
     if not isinstance(c, Tensor):
-        w.copy_(z) if c == 1 else w.mul_(1 - c).add_(z, alpha=c)
+        w.copy_(z) if c == 1 else w.lerp_(z, c)
     else:
         w.mul_(1 - c).add_(z * c)
-
-
-def add_scaled(x: Tensor, y: Tensor, s: Scalar) -> None:
-    """x ← x + s y."""
-    x.add_(y * s) if isinstance(s, Tensor) else x.add_(y, alpha=s)
 
 
 def add_square(x: Tensor, y: Tensor, s: Scalar) -> None:

@@ -33,7 +33,7 @@ Clock: TypeAlias = dict[str, Scalar]
 
 # Elements that a CPU works on at a time: a dozen tensors of this length stay in its caches, 2-3× faster than whole
 # layers. Results do not depend on it.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 19
 
 
 class StructuredOptimizer(Optimizer, ABC):
@@ -209,8 +209,8 @@ class StructuredOptimizer(Optimizer, ABC):
         else:
             x = {k: v.view(groups.shape) for k, v in x.items()}
             pieces = (
-                ({k: v.narrow(axis, start, length) for k, v in x.items()}, part)
-                for axis, start, length, part in groups.blocks(_BLOCK)
+                ({k: v.narrow(b.axis, b.start, b.length) for k, v in x.items()}, b.groups)
+                for b in groups.blocks(_BLOCK)
             )
         for piece, part in pieces:
             if "grad" in piece:
@@ -254,8 +254,7 @@ class StructuredOptimizer(Optimizer, ABC):
         ]
         if len(z) == 1:
             return z[0]
-        axis, *_ = next(groups.blocks(_BLOCK))
-        return torch.cat(z, dim=axis).reshape(p.shape)
+        return torch.cat(z, dim=groups.blocks(_BLOCK)[0].axis).reshape(p.shape)
 
     @torch.no_grad()
     def restart(self) -> None:

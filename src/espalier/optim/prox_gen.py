@@ -87,7 +87,8 @@ class ProxGen(StructuredOptimizer):
         # <m̂, x> + <x − a, (√v̂ + eps)(x − a)>/2η + ψ, times η: the same solution, and η = 0 is an ordinary case
         return Subproblem(
             anchor=x["weight"] * (1 - lr * decay) if decay else x["weight"],
-            direction=x["grad_average"] * (lr / (1 - beta1**t)),  # η m̂
+            direction=x["grad_average"],
+            pull=lr / (1 - beta1**t),  # η m̂
             metric=v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"]),  # √v̂ + eps
             tau=lr,
             t=t,

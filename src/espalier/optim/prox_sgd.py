@@ -7,7 +7,6 @@ from typing import ClassVar
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
-from espalier.optim.arithmetic import add_scaled
 from espalier.optim.base import Clock, Group, StructuredOptimizer, Tensors
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem
@@ -58,9 +57,9 @@ class ProxSGD(StructuredOptimizer):
 
     def _accumulate(self, x: Tensors, clock: Clock, group: Group) -> None:
         mu = group["momentum"]
-        add_scaled(x["grad_average"].mul_(mu), x["grad"], 1 - mu)  # m = μ m + (1 − μ) g
+        x["grad_average"].lerp_(x["grad"], 1 - mu)  # m = μ m + (1 − μ) g
 
     def _pose(self, x: Tensors, clock: Clock, group: Group) -> Subproblem:
         # <m, x> + ‖x − w‖²/2η + ψ, times η: the same solution, and η = 0 is an ordinary case
         lr = group["lr"]
-        return Subproblem(anchor=x["weight"], direction=lr * x["grad_average"], metric=1.0, tau=lr, t=clock["step"])
+        return Subproblem(anchor=x["weight"], direction=x["grad_average"], pull=lr, metric=1.0, tau=lr, t=clock["step"])

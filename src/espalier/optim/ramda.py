@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
-from espalier.optim.arithmetic import add_scaled, add_square
+from espalier.optim.arithmetic import add_square
 from espalier.optim.base import Clock, Group, Tensors
 from espalier.optim.dual_averaging import DualAveraging
 from espalier.solvers import Solver
-from espalier.subproblem import Subproblem
+from espalier.subproblem import Subproblem, add_scaled
 
 
 class RAMDA(DualAveraging):

@@ -7,11 +7,10 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from espalier.optim.arithmetic import add_scaled
 from espalier.optim.base import Clock, Group, Tensors
 from espalier.optim.dual_averaging import DualAveraging
 from espalier.solvers import Solver
-from espalier.subproblem import Scalar, Subproblem
+from espalier.subproblem import Scalar, Subproblem, add_scaled
 
 
 class RMDA(DualAveraging):

@@ -77,7 +77,7 @@ class ProximalGradient(Solver):
         theta = curvature.reciprocal() if penalty.convex else 0.5 / curvature
 
         look = may_branch(start) or penalty.synchronises
-        constant = (problem.direction * problem.anchor).sum()  # that problem.value leaves out
+        constant = problem.pull * (problem.direction * problem.anchor).sum()  # that problem.value leaves out
         z, first = start, problem.value(start, penalty, groups)
         before = first
         if penalty.separable:

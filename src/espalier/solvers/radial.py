@@ -48,7 +48,7 @@ class _Scaled:
         # D = h r + κ (1 − r/R): a penalty that ends at R lowers the metric by κ/R
         h = self.h if self.flat is None else self.h - self.groups.stretch(self.kappa / self.flat)
         q = self.b.square()
-        curvature = self.groups.sum(q.mul_(h))
+        curvature = self.groups.sum(q.mul_(h))  # Σ h b²
         # Newton's step from r = 0; no later iterate lies below it
         floor = (self.norm_b - self.kappa) * self.norm_b.square() / curvature
         if self.flat is not None:
@@ -68,17 +68,17 @@ class _Scaled:
             torch.div(self.b, d, out=q).square_()
             s = self.groups.sum(q)  # S = Σ b² / D²
             t = self.groups.sum(q.mul_(h).div_(d))  # T = Σ h b² / D³
-            # from so far right that S underflows, begin at the floor
-            new = torch.maximum(torch.where(s > 0, r + move(s, t), floor), floor)
+            # fmax ignores the NaN of a start so far right that S underflows
+            new = torch.fmax(r + move(s, t), floor)
             if self.flat is not None:
                 # f has stopped rising or r has left the region: there is no inner minimum but 0
                 new = torch.where(t > 0, new, self.flat).minimum(self.flat)
             new = torch.where(active, new, 0.0)  # rounding must not lift a zero group off zero
             if may_branch(s):
                 settled = (new - r).abs() <= short * new
-                if iteration > 1:  # left of the root S ≥ 1, and below this it is all rounding
+                if iteration > 4:  # left of the root S ≥ 1, and below this it is all rounding
                     settled |= s - 1 <= 16 * eps
-                if bool((settled | ~active).all()):
+                if bool(settled.all()):
                     return new, iteration
             r = new
         return r, iteration
@@ -162,7 +162,7 @@ def solve_radial(
         r, iterations = scaled.norms(None, move, max_iters)
         return Solution(scaled.better_of_two(r).mul_(form.groups.stretch(scale)), iterations)
     if start is not None:
-        start = form.groups.norm(start) / scale
+        start = form.groups.sum(start.square()).sqrt_() / scale
     search = scaled.active_norms if may_branch(scale) else scaled.norms
     r, iterations = search(start, move, max_iters)
     return Solution(replace(scaled, b=form.linear).point(r), iterations)
