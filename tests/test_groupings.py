@@ -280,7 +280,7 @@ def test_blocks_cover_each_group_exactly_once(case: Case) -> None:
         seen: list[int] = []
         norms: list[Tensor] = []
         axes = set()
-        for axis, start, length, part in whole.blocks(elements):
+        for axis, start, length, part in ((b.axis, b.start, b.length, b.groups) for b in whole.blocks(elements)):
             axes.add(axis)
             if view.dim() == 0:
                 piece, values = view, x

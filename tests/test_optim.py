@@ -267,15 +267,25 @@ def test_torch_schedulers(case: OptimizerCase, schedule: Callable[[Any], Any]) -
     model = network()
     optimizer = case(groups(model))
     scheduler = schedule(optimizer)
-    rates = []
+    rates, history = [], []
     for x, y in batches(6):
+        history.append([{k: g[k] for k in ("lr", "momentum", "betas") if k in g} for g in optimizer.param_groups])
         optimizer.zero_grad()
         loss_of(model, x, y).backward()
         optimizer.step()
         scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
         rates.append(optimizer.param_groups[0]["lr"])
     assert len(set(rates)) > 1
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+    # the same rates set by hand give the same weights
+    by_hand = network()
+    again = case(groups(by_hand))
+    for (x, y), settings in zip(batches(6), history, strict=True):
+        for group, options in zip(again.param_groups, settings, strict=True):
+            group.update(options)
+        again.zero_grad()
+        loss_of(by_hand, x, y).backward()
+        again.step()
+    assert same(values(model), values(by_hand))
 
 
 @every_optimizer
@@ -389,6 +399,16 @@ def _other_shape(saved: dict[str, Any]) -> None:
 
 
 def _other_method(saved: dict[str, Any]) -> None:
+    for group in saved["param_groups"]:
+        group["method"] = "SomethingElse"
+
+
+def _other_library(saved: dict[str, Any]) -> None:
+    for group in saved["param_groups"]:
+        del group["method"]
+
+
+def _missing_state(saved: dict[str, Any]) -> None:
     for state in saved["state"].values():
         key = next(k for k, v in state.items() if v.dim())
         state["exp_avg"] = state.pop(key)
@@ -398,7 +418,18 @@ def _other_groups(saved: dict[str, Any]) -> None:
     saved["param_groups"][0]["params"].pop()
 
 
-@pytest.mark.parametrize("spoil", [_other_penalty, _other_grouping, _other_shape, _other_method, _other_groups])
+SPOILED = [
+    _other_penalty,
+    _other_grouping,
+    _other_shape,
+    _other_method,
+    _other_library,
+    _missing_state,
+    _other_groups,
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
 @every_optimizer
 def test_a_checkpoint_that_does_not_fit_changes_nothing(
     case: OptimizerCase, spoil: Callable[[dict[str, Any]], None]
@@ -453,6 +484,12 @@ def test_empty_and_scalar_parameters(case: OptimizerCase) -> None:
     assert scalar.item() < 2.0
     with optimizer.structured():
         assert espalier.structure(optimizer).weighted_group_sparsity == 0.0
+
+
+@every_optimizer
+def test_skip_nonfinite_is_not_a_groups_business(case: OptimizerCase) -> None:
+    with pytest.raises(ValueError, match="give it to the optimizer"):
+        case([{"params": [nn.Parameter(torch.ones(2))], "skip_nonfinite": True}])
 
 
 @every_optimizer
@@ -551,6 +588,23 @@ def test_diagnostics(case: OptimizerCase, penalty: espalier.Penalty | None) -> N
     before = str(seen)
     train(model, optimizer, 1)
     assert str(seen) == before
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-4])
+@pytest.mark.parametrize("case", [c for c in OPTIMIZERS if not c.build.scalar_metric], ids=lambda c: c.name)
+def test_proximal_gradient_stops_in_the_methods_own_units(case: OptimizerCase, lr: float) -> None:
+    """ProxGen poses η times the paper's objective; a tolerance must not loosen as η shrinks."""
+    generator = torch.Generator().manual_seed(0)
+    w = nn.Parameter(torch.randn(64, 20, dtype=torch.float64, generator=generator))
+    solver = espalier.ProximalGradient(max_iters=20_000, tolerance=espalier.Tolerance(1e-3))
+    optimizer = case([{"params": [w], "penalty": espalier.GroupLasso(1e-2)}], lr=lr, solver=solver)
+    for _ in range(3):
+        w.grad = torch.randn(64, 20, dtype=torch.float64, generator=generator)
+        with optimizer.diagnostics() as seen:
+            optimizer.step()
+    (solve,) = seen.solves
+    assert 1 < solve.iterations < 20_000
+    assert solve.residual <= 1e-3 * 3**-0.6
 
 
 # ---------------------------------------------------------------------------------------------- bad input

@@ -481,8 +481,8 @@ def test_any_parameter_asks_for_a_grouping() -> None:
 @pytest.mark.parametrize(
     ("penalty", "grouping", "says"),
     [
-        (NuclearNorm(1.0), "input", r"0\.weight: NuclearNorm does not fit Input groups.*Matrix.*\"matrix\""),
-        (LASSO, "matrix", r"0\.weight: GroupLasso does not fit Matrix groups.*Input.*\"input\""),
+        (NuclearNorm(1.0), "input", r"0\.weight: NuclearNorm does not fit Input groups.*matrices.*\"matrix\""),
+        (LASSO, "matrix", r"0\.weight: GroupLasso does not fit Matrix groups.*entries.*\"input\""),
         (LASSO, "channels", r"no grouping is called 'channels'.*'input'"),
         (LASSO, Input(block=3), r"0\.weight: input groups of 3 cannot cut the 4 channels"),
         (LASSO, Heads(3), r"0\.weight: 3 heads do not divide axis 1"),

@@ -110,6 +110,24 @@ def test_each_group_keeps_its_own_rate(case: OptimizerCase) -> None:
     assert schedule.get_last_lr() == pytest.approx([0.05, 0.005])
 
 
+def test_a_tensor_rate_shared_by_groups_decays_once() -> None:
+    a, b = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    optimizer = espalier.RAMDA([{"params": [a]}, {"params": [b]}], lr=torch.tensor(0.1))
+    schedule = espalier.StagewiseRestart(optimizer, [1], gamma=0.1)
+    schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.01, 0.01])
+
+
+def test_the_ramp_is_the_schedules_own() -> None:
+    """A group added in the last stage ramps as well; a new schedule begins without."""
+    _, optimizer = make(OPTIMIZERS[0])
+    espalier.StagewiseRestart(optimizer, [])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
+    assert [g["ramp"] for g in optimizer.param_groups] == [True, True]
+    espalier.StagewiseRestart(optimizer, [5])
+    assert [g["ramp"] for g in optimizer.param_groups] == [False, False]
+
+
 def test_state_dict_goes_on_and_refuses_another_plan() -> None:
     _, optimizer = make(OPTIMIZERS[0])
     schedule = espalier.StagewiseRestart(optimizer, [2, 4])

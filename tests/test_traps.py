@@ -51,7 +51,7 @@ def test_with_momentum_only_the_structured_point_has_zeros(case: OptimizerCase) 
 
 
 @every_optimizer
-@pytest.mark.parametrize("size", [1e-20, 1e-12, 1.0, 1e12, 1e18])
+@pytest.mark.parametrize("size", [1e-20, 1e-12, 1.0, 1e12])
 def test_metrics_over_many_decades_stay_finite(case: OptimizerCase, size: float) -> None:
     """U starts at 0 and ε shrinks at every restart; gradients span ten decades within a group."""
     group = conv_group(espalier.GroupLasso(1e-4), 8, 4, 3, 3)
@@ -77,9 +77,11 @@ def test_lr_zero_is_a_warm_up_like_any_other(case: OptimizerCase) -> None:
     for _ in range(3):
         w.grad = torch.randn_like(w)
         optimizer.step()
-    assert torch.allclose(w, before, rtol=1e-6)
+    if not optimizer.anchored:
+        assert torch.equal(w, before)
+    assert torch.allclose(w, before, rtol=1e-6)  # (1 − c) w + c w rounds
     with optimizer.structured():
-        assert torch.equal(w, before) or not optimizer.anchored
+        assert torch.equal(w, before)
     optimizer.param_groups[0]["lr"] = case.settings["lr"]
     w.grad = torch.randn_like(w)
     optimizer.step()
@@ -122,14 +124,16 @@ def test_a_zero_gradient_from_the_start(case: OptimizerCase) -> None:
     """b = h W⁰ with the smallest metric there is: dead inputs go to zero, and nothing divides 0 by 0."""
     group = conv_group(espalier.GroupLasso(1e-2), 4, 3)
     (w,) = group["params"]
+    start = w.detach().norm(dim=0)
     optimizer = case([group])
     for _ in range(200):
         w.grad = torch.zeros_like(w)
         optimizer.step()
     assert w.isfinite().all()
     with optimizer.structured():
-        norms = w.detach().norm(dim=0)
-    assert (norms < 3).all()
+        # a scalar metric shrinks by lr · λ a step and need not be there yet
+        assert not w.any() or optimizer.scalar_metric
+        assert (w.detach().norm(dim=0) < start).all()
 
 
 class _Memory(TorchDispatchMode):
@@ -160,7 +164,7 @@ class _Memory(TorchDispatchMode):
 
 @every_optimizer
 def test_a_step_needs_at_most_three_copies_of_the_largest_tensor(case: OptimizerCase) -> None:
-    group = conv_group(espalier.GroupLasso(1e-2), 256, 256, 3, 3)
+    group = conv_group(espalier.GroupLasso(1e-2), 512, 512, 3, 3)  # VGG19's
     (w,) = group["params"]
     optimizer = case([group])
     w.grad = torch.randn_like(w)

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -166,9 +166,8 @@ def _blocks(whole: Partition, elements: int) -> tuple[Block, ...]:
         return (Block(0, 0, whole.shape[0] if whole.shape else 1, whole),)
     axis = max(whole.group_axes, key=lambda a: whole.shape[a])
     length = whole.shape[axis]
-    # pieces of equal length but for the last: 2¹⁸ + 1 elements are two halves, not a block and a rest
-    pieces = min(length, -(-math.prod(whole.shape) // elements))
-    step = -(-length // pieces)
+    most = max(1, elements * length // math.prod(whole.shape))
+    step = -(-length // -(-length // most))  # no longer than that, and all about equal
     blocks = []
     for start in range(0, length, step):
         size = min(step, length - start)
@@ -179,7 +178,10 @@ def _blocks(whole: Partition, elements: int) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class Grouping(ABC):
-    """What a group is. `layout` is filled in by `regularize`, which knows the layer."""
+    """What a group is; a subclass is a frozen dataclass. `regularize`, which knows the layer, fills `layout` in."""
+
+    # its groups are matrices (whose rank counts), not mere sets of entries
+    of_matrices: ClassVar[bool] = False
 
     layout: Layout = field(default=Layout(), kw_only=True)
 
@@ -258,7 +260,8 @@ class Output(Grouping):
 @dataclass(frozen=True)
 class Heads(Grouping):
     """One group for each attention head: its input columns in the output projection, or (`side="output"`) its rows in
-    a query, key, value or packed projection."""
+    a query, key or value projection. A packed one that stores q, k and v one after the other needs
+    `layout=Layout(stacked=3)`; `regularize` knows that of MultiheadAttention."""
 
     heads: int
     side: Literal["input", "output"] = "input"
@@ -292,6 +295,8 @@ class Element(Grouping):
 @dataclass(frozen=True)
 class Matrix(Grouping):
     """The layer as one out × rest matrix (one for each part of a packed projection), for the nuclear norm."""
+
+    of_matrices: ClassVar[bool] = True
 
     def partition(self, shape: tuple[int, ...]) -> Partition:
         if len(shape) < 2:

@@ -189,16 +189,17 @@ class StructureMonitor:
         """Compare the weights' structure with that of the last look; the first look sees no flip."""
         self._look += 1
         flipped = groups = 0
-        for name, _, found, count in _penalised(self._target):
+        for i, (name, _, found, count) in enumerate(_penalised(self._target)):
+            key = f"{i} {name}"  # two groups may both hold a "weight"
             now = (found.zero if found.rank is None else found.rank).cpu()
-            if name in self._last:
-                if now.shape != self._last[name].shape:
+            if key in self._last:
+                if now.shape != self._last[key].shape:
                     raise ValueError(
-                        f"{name} had {len(self._last[name])} groups and has {len(now)} now. "
+                        f"{name} had {len(self._last[key])} groups and has {len(now)} now. "
                         "Begin a new monitor for another model."
                     )
-                flipped += int((now != self._last[name]).sum())
-            self._last[name] = now
+                flipped += int((now != self._last[key]).sum())
+            self._last[key] = now
             groups += count
         if flipped or self._look == 1:
             self._stable_since = self._look

@@ -186,13 +186,13 @@ def regularize(
             raise TypeError(f"rules must be espalier.Rule objects, not {rule!r}.")
         _check_rule(rule, parameters, [f for f in walked if not f.parameter.requires_grad])
 
-    # by text: a penalty need not be hashable, and the same text is the same penalty
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[int, Grouping] | None, dict[str, Any]] = {}
     for f in parameters:
         first = next((r for r in rules if _reaches(r, f)), None)
         chosen = _choose(f, first, penalty, grouping)
         settings = {} if chosen is None else {"penalty": chosen[0], "grouping": chosen[1]}
-        groups.setdefault(repr(settings), {"params": [], **settings})["params"].append((f.name, f.parameter))
+        key = None if chosen is None else (id(chosen[0]), chosen[1])  # a penalty need not be hashable
+        groups.setdefault(key, {"params": [], **settings})["params"].append((f.name, f.parameter))
 
     penalised = [g for g in groups.values() if "penalty" in g]
     if not penalised:

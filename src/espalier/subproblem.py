@@ -40,6 +40,7 @@ class Subproblem:
         tau: τ.
         t: the step that poses the problem, for tolerances that shrink with it.
         pull: a factor of the direction; a method that scales its average need not copy it.
+        scale: Q as posed is this times the method's own objective, in whose units tolerances and residuals are.
     """
 
     anchor: Tensor
@@ -48,6 +49,7 @@ class Subproblem:
     tau: Scalar
     t: Scalar = 1
     pull: Scalar = 1.0
+    scale: Scalar = 1.0
 
     @cached_property
     def linear(self) -> Tensor:

@@ -32,7 +32,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
 
 # Elements that a CPU works on at a time: a dozen tensors of this length stay in its caches, 2-3× faster than whole
-# layers. Results do not depend on it.
+# layers. Results do not depend on it but for rounding.
 _BLOCK = 1 << 19
 
 
@@ -107,6 +107,8 @@ class StructuredOptimizer(Optimizer, ABC):
 
     def _check_group(self, group: Group) -> None:
         check_number("lr", group["lr"], low=0)
+        if group["skip_nonfinite"] != self.defaults["skip_nonfinite"]:
+            raise ValueError("skip_nonfinite is for the whole step: give it to the optimizer, not to a group.")
         for p, name in named(group, len(self.param_groups) - 1):
             if p.is_complex():
                 raise ValueError(f"{name} is complex; Espalier's optimizers take real parameters.")
@@ -188,7 +190,7 @@ class StructuredOptimizer(Optimizer, ABC):
             return problem.unpenalised()
         problem, start = problem.split(groups), groups.split(weight)
         solution = self._solver(group).solve(problem, penalty, groups, start)
-        if self._diagnostics is not None:
+        if self._diagnostics is not None and not self._in_structured:
             self._diagnostics.record(name, problem, penalty, groups, start, solution)
         return groups.merge(solution.point, weight.shape)
 
@@ -225,19 +227,20 @@ class StructuredOptimizer(Optimizer, ABC):
 
         z is recomputed from the optimizer's state, so nothing is kept for it during training. Where the method puts z
         into the weights anyway (ProxSGD, ProxGen, ProxSSI) nothing happens. Right after a restart there is no z yet,
-        and the weights stay: look before the schedule's step, not after.
+        and the weights stay: look before the schedule's step, not after. An iterative solver starts from the current
+        weights and so may end elsewhere, within its tolerance, than it did in the step.
         """
         if self._in_structured:
             yield self
             return
         weights: list[tuple[Tensor, Tensor]] = []
+        self._in_structured = True
         try:
             with torch.no_grad():
                 for group, p, name in self._parameters() if self.anchored else ():
                     if state := self.state.get(p):
                         weights.append((p, p.clone()))
                         p.copy_(self._structured_point(group, p, state, name))
-            self._in_structured = True
             yield self
         finally:
             self._in_structured = False
@@ -304,8 +307,8 @@ class StructuredOptimizer(Optimizer, ABC):
         """Tensors and plain values only; penalty and grouping stand as text."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            group.update(as_text(group))
-            del group["solver"]
+            group.update(as_text(group), method=type(self).__name__)
+            group.pop("solver", None)
         return saved
 
     @torch.no_grad()
@@ -322,7 +325,8 @@ class StructuredOptimizer(Optimizer, ABC):
         groups: list[Group] = []
         state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
         for saved, here in zip(saved_groups, self.param_groups, strict=True):
-            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, "params")}})
+            del saved["method"]
+            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, "params", "skip_nonfinite")}})
             for key, p in zip(saved["params"], here["params"], strict=True):
                 if key in state_dict["state"]:
                     state[p] = self._own_state(groups[-1], p, state_dict["state"][key])

@@ -35,7 +35,13 @@ def check_fits(optimizer: StructuredOptimizer, groups: list[Group], state: dict[
             f"the checkpoint has parameter groups of sizes {sizes}, this optimizer of {here_sizes}. "
             "Build it with the groups that were saved."
         )
+    method = type(optimizer).__name__
     for j, (saved, here) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        if saved.get("method") != method:
+            raise ValueError(
+                f"the checkpoint is of {saved.get('method', 'another optimizer')}, not of {method}. "
+                "Load it into the optimizer that wrote it."
+            )
         for k, expected in as_text(here).items():
             if saved.get(k) != expected:
                 raise ValueError(
@@ -50,7 +56,7 @@ def check_fits(optimizer: StructuredOptimizer, groups: list[Group], state: dict[
             for k, shape in expected_shapes.items():
                 if k not in state[key]:
                     raise ValueError(
-                        f"the checkpoint has no {k!r} for {name}: it is not of {type(optimizer).__name__}. "
+                        f"the checkpoint has no {k!r} for {name}: it is not of {method}. "
                         "Load it into the optimizer that wrote it."
                     )
                 if tuple(state[key][k].shape) != shape:

@@ -23,7 +23,7 @@ def residual(problem: Subproblem, penalty: Penalty, groups: Partition, z: Tensor
     curvature = groups.max(metric) if penalty.separable else metric.amax()
     theta = 1 / curvature if penalty.convex else 0.5 / curvature
     after = penalty.prox(z - theta * problem.gradient(z), theta * problem.tau, groups)
-    return ((z - after) / theta).square().sum().sqrt()
+    return ((z - after) / theta).square().sum().sqrt() / problem.scale
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Diagnostics:
     ) -> None:
         """Measure a solve that has just been made."""
         z = solution.point
-        decrease = problem.value(start, penalty, groups) - problem.value(z, penalty, groups)
+        decrease = (problem.value(start, penalty, groups) - problem.value(z, penalty, groups)) / problem.scale
         left = residual(problem, penalty, groups, z)
         self._seen[name] = (solution.iterations, left, decrease, groups.zero(z).sum(), groups.count)
 

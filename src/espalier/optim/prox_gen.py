@@ -60,6 +60,8 @@ class ProxGen(StructuredOptimizer):
         )
 
     def _check_group(self, group: Group) -> None:
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+            raise ValueError(f"betas must be two numbers, not {group['betas']!r}.")
         for i, beta in enumerate(group["betas"], start=1):
             check_number(f"betas: β{i}", beta, low=0, high=1)
         check_number("eps", group["eps"], low=0, open_low=True)
@@ -92,4 +94,5 @@ class ProxGen(StructuredOptimizer):
             metric=v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"]),  # √v̂ + eps
             tau=lr,
             t=t,
+            scale=lr,
         )

@@ -62,4 +62,6 @@ class ProxSGD(StructuredOptimizer):
     def _pose(self, x: Tensors, clock: Clock, group: Group) -> Subproblem:
         # <m, x> + ‖x − w‖²/2η + ψ, times η: the same solution, and η = 0 is an ordinary case
         lr = group["lr"]
-        return Subproblem(anchor=x["weight"], direction=x["grad_average"], pull=lr, metric=1.0, tau=lr, t=clock["step"])
+        return Subproblem(
+            anchor=x["weight"], direction=x["grad_average"], pull=lr, metric=1.0, tau=lr, t=clock["step"], scale=lr
+        )

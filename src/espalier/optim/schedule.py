@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from espalier.optim.dual_averaging import ramp_length
 class StagewiseRestart:
     """At each milestone lr ← γ lr and, for dual averaging, ε ← γ ε, W⁰ ← W and t, α, V, U ← 0.
 
-    c stays constant until the last stage and is min(c √i, 1) there, i the optimizer's steps in that stage. Methods
+    c stays constant until the last stage and is min(c √i, 1) there, i a parameter's steps in that stage. Methods
     without an anchor (ProxSGD, ProxGen, ProxSSI) only decay lr.
 
     Args:
@@ -44,7 +45,7 @@ class StagewiseRestart:
             )
         check_number("gamma", gamma, low=0, open_low=True)
         self.optimizer = optimizer
-        self.milestones = [int(m) for m in milestones]
+        self.milestones = [operator.index(m) for m in milestones]
         self.gamma = float(gamma)
         self.count = 0
         if any(m < 1 for m in self.milestones) or sorted(set(self.milestones)) != self.milestones:
@@ -56,20 +57,19 @@ class StagewiseRestart:
             if total_steps <= last:
                 raise ValueError(f"total_steps is {total_steps}, so the milestone {last} is never followed by a stage.")
             self._warn_if_short(total_steps, last, steps_per_call)
-        if not self.milestones:
-            self._ramp()
+        self._ramp(not self.milestones)
 
     def step(self) -> None:
         """Count one call; at a milestone, begin the next stage."""
         self.count += 1
         if self.count in self.milestones:
             for group in self.optimizer.param_groups:
-                group["lr"] *= self.gamma
+                # not in place: groups may share a tensor lr
+                group["lr"] = group["lr"] * self.gamma
                 if self.optimizer.anchored and "eps" in group:
-                    group["eps"] *= self.gamma
+                    group["eps"] = group["eps"] * self.gamma
             self.optimizer.restart()
-            if self.count == self.milestones[-1]:
-                self._ramp()
+            self._ramp(self.count == self.milestones[-1])
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each group."""
@@ -89,10 +89,10 @@ class StagewiseRestart:
                 )
         self.count = int(state_dict["count"])
 
-    def _ramp(self) -> None:
+    def _ramp(self, on: bool) -> None:
         if self.optimizer.anchored:
-            for group in self.optimizer.param_groups:
-                group["ramp"] = True
+            for options in (self.optimizer.defaults, *self.optimizer.param_groups):
+                options["ramp"] = on
 
     def _warn_if_short(self, total: int, last: int, steps_per_call: int) -> None:
         if not self.optimizer.anchored:

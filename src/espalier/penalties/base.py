@@ -35,7 +35,8 @@ class Penalty(ABC):
     separable: ClassVar[bool] = False
     # `prox` waits for the device anyway (a singular value decomposition does): a solver may then look at its progress
     synchronises: ClassVar[bool] = False
-    fits: ClassVar[tuple[type[Grouping], ...]] = (Grouping,)
+    # groups that it has a meaning on: matrices, sets of entries, or (None) both
+    needs_matrices: ClassVar[bool | None] = None
     default_grouping: ClassVar[str] = "element"
 
     @abstractmethod
@@ -67,8 +68,8 @@ class Penalty(ABC):
 
     def check(self, grouping: Grouping) -> None:
         """Raise where this penalty has no meaning on these groups."""
-        if not isinstance(grouping, self.fits):
-            wanted = ", ".join(t.__name__ for t in self.fits)
+        if self.needs_matrices is not None and self.needs_matrices != grouping.of_matrices:
+            wanted = "matrices" if self.needs_matrices else "sets of entries"
             raise ValueError(
                 f"{type(self).__name__} does not fit {type(grouping).__name__} groups: it works on {wanted}. "
                 f'Use grouping="{self.default_grouping}", or another penalty.'
@@ -98,6 +99,7 @@ class RadialPenalty(Penalty):
     """A penalty whose subproblem is solved exactly, under any diagonal metric, by finding each group's norm."""
 
     separable: ClassVar[bool] = True
+    needs_matrices: ClassVar[bool | None] = False
 
     @abstractmethod
     def radial(self, problem: Subproblem, groups: Partition) -> Radial:

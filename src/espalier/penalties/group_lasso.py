@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.checks import check_number
-from espalier.groupings import Element, Grouping, Heads, Input, Output, Partition
+from espalier.groupings import Partition
 from espalier.penalties.base import Radial, RadialPenalty, group_weight
 from espalier.subproblem import Scalar, Subproblem
 
@@ -21,7 +21,6 @@ class GroupLasso(RadialPenalty):
     lam: float
     weight: float | None = None
 
-    fits: ClassVar[tuple[type[Grouping], ...]] = (Input, Output, Heads, Element)
     default_grouping: ClassVar[str] = "input"
 
     def __post_init__(self) -> None:

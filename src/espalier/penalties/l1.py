@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from espalier.checks import check_number
-from espalier.groupings import Element, Grouping, Heads, Input, Output, Partition
+from espalier.groupings import Element, Partition
 from espalier.penalties.base import Radial, RadialPenalty, soft_threshold
 from espalier.subproblem import Scalar, Subproblem
 
@@ -19,7 +19,6 @@ class L1(RadialPenalty):
 
     lam: float
 
-    fits: ClassVar[tuple[type[Grouping], ...]] = (Element, Input, Output, Heads)
     default_grouping: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:

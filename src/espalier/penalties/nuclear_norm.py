@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.checks import check_number
-from espalier.groupings import Grouping, Matrix, Partition
+from espalier.groupings import Partition
 from espalier.penalties.base import Penalty, Structure
 from espalier.subproblem import Scalar, as_tensor
 
@@ -23,7 +23,7 @@ class NuclearNorm(Penalty):
 
     separable: ClassVar[bool] = True
     synchronises: ClassVar[bool] = True
-    fits: ClassVar[tuple[type[Grouping], ...]] = (Matrix,)
+    needs_matrices: ClassVar[bool | None] = True
     default_grouping: ClassVar[str] = "matrix"
 
     def __post_init__(self) -> None:

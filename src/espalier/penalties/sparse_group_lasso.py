@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from espalier.checks import check_number
-from espalier.groupings import Element, Grouping, Heads, Input, Output, Partition
+from espalier.groupings import Partition
 from espalier.penalties.base import Radial, RadialPenalty, soft_threshold
 from espalier.penalties.group_lasso import GroupLasso
 from espalier.penalties.l1 import L1
@@ -23,7 +23,6 @@ class SparseGroupLasso(RadialPenalty):
     mix: float = 0.5
     weight: float | None = None
 
-    fits: ClassVar[tuple[type[Grouping], ...]] = (Input, Output, Heads, Element)
     default_grouping: ClassVar[str] = "input"
 
     def __post_init__(self) -> None:

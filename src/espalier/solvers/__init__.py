@@ -23,7 +23,8 @@ def pick(solver: str | Solver, penalty: Penalty, scalar_metric: bool, preferred:
     if isinstance(solver, str) and solver == "auto":
         if scalar_metric:
             return ClosedForm()
-        return preferred if preferred.lacks(penalty, scalar_metric) is None else NAMED["pg"]
+        candidates = (preferred, NAMED["exact"], NAMED["pg"])
+        return next(s for s in candidates if s.lacks(penalty, scalar_metric) is None)
     if not isinstance(solver, Solver):
         if solver not in NAMED:
             known = ", ".join(f'"{n}"' for n in ("auto", *NAMED))

@@ -95,11 +95,11 @@ class ProximalGradient(Solver):
             value = problem.value(new, penalty, groups)
             if j >= self.min_iters:
                 if self.rtol is not None and self.tolerance is None:
-                    done = done | ((before - value) / ((value + constant).abs() + 1) < self.rtol)
+                    done = done | ((before - value) / ((value + constant).abs() + problem.scale) < self.rtol)
                 if self.tolerance is not None:
                     # prox gives (Z − Z⁺)/θ − ∇q(Z) ∈ τ ∂ψ(Z⁺), hence (1/θ − H)(Z − Z⁺) ∈ ∂Q(Z⁺)
                     subgradient = (1 / theta - metric) * (z - new)
-                    small = subgradient.square().sum().sqrt() <= self.tolerance.at(problem.t)
+                    small = subgradient.square().sum().sqrt() <= problem.scale * self.tolerance.at(problem.t)
                     done = done | (small & (value <= first))
             z, before = new, value
             if look and bool(done):

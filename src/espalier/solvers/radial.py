@@ -76,8 +76,8 @@ class _Scaled:
             new = torch.where(active, new, 0.0)  # rounding must not lift a zero group off zero
             if may_branch(s):
                 settled = (new - r).abs() <= short * new
-                if iteration > 4:  # left of the root S ≥ 1, and below this it is all rounding
-                    settled |= s - 1 <= 16 * eps
+                if iteration > 4:  # S = 1 but for rounding
+                    settled |= (s - 1).abs() <= 16 * eps
                 if bool(settled.all()):
                     return new, iteration
             r = new
