@@ -639,6 +639,12 @@ def test_bad_settings_of_one_method(build: type, setting: str, value: Any) -> No
 
 
 @every_optimizer
+def test_a_model_is_sent_to_regularize(case: OptimizerCase) -> None:
+    with pytest.raises(TypeError, match=r"espalier\.regularize"):
+        case(network())
+
+
+@every_optimizer
 def test_a_bad_group_is_not_added(case: OptimizerCase) -> None:
     optimizer = case([nn.Parameter(torch.randn(3))])
     w = nn.Parameter(torch.randn(3))

@@ -551,12 +551,11 @@ def test_what_is_not_a_penalty_is_refused_in_a_rule_too(penalty: Any) -> None:
     ("make", "says"),
     [
         (lambda: regularize(mlp().parameters(), LASSO), "[Mm]odule|model"),
-        (lambda: regularize(mlp(), LASSO, Rule("0", penalty=None)), "Rule"),
         (lambda: regularize(mlp(), LASSO, ["0.weight"]), "Rule"),
         (lambda: regularize(mlp(), LASSO, [Rule(["0.weight"], penalty=None)]), "match"),
         (lambda: regularize(mlp(), LASSO, [Rule(nn.Linear(1, 1), penalty=None)]), "match"),
     ],
-    ids=["parameters", "one-rule", "text", "list-of-names", "instance"],
+    ids=["parameters", "text", "list-of-names", "instance"],
 )
 def test_arguments_of_the_wrong_kind_are_named(make: Callable[[], Any], says: str) -> None:
     with raises(says, TypeError):
@@ -823,3 +822,16 @@ def test_real_models_train_under_the_nuclear_norm(case: ModelCase) -> None:
     optimizer.step()
     with optimizer.structured():
         assert espalier.structure(optimizer).low_rank_level == 1.0
+
+
+def test_a_parametrized_weight_is_not_passed_over_in_silence() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match=r"0\.weight is computed by a parametrization.*remove_parametrizations"):
+        groups = regularize(model, GroupLasso(0.1))
+    assert [name for name, _ in groups[0]["params"]] == ["1.weight"]
+
+
+def test_a_single_rule_needs_no_list() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = regularize(model, GroupLasso(0.1), Rule("0", penalty=None))
+    assert [name for name, _ in groups[0]["params"]] == ["1.weight"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from espalier.groupings import Grouping, Layout, as_grouping, partition_of
 from espalier.penalties.base import Penalty
@@ -144,6 +146,13 @@ def _walk(model: nn.Module) -> list[_Found]:
         parts = owner.split(".") if owner else []
         around = {n: modules[n] for n in (".".join(parts[:i]) for i in range(len(parts) + 1))}
         layouts = dict(_weights(module))
+        for short in layouts:
+            if is_parametrized(module, short):
+                warnings.warn(
+                    f"{owner}.{short} is computed by a parametrization and carries no penalty. Call "
+                    "torch.nn.utils.parametrize.remove_parametrizations on it first if it should.",
+                    stacklevel=3,
+                )
         for short, p in module.named_parameters(recurse=False):
             name = f"{owner}.{short}" if owner else short
             if isinstance(p, nn.parameter.UninitializedParameter):
@@ -158,7 +167,7 @@ def _walk(model: nn.Module) -> list[_Found]:
 def regularize(
     model: nn.Module,
     penalty: Penalty,
-    rules: Sequence[Rule] = (),
+    rules: Rule | Sequence[Rule] = (),
     *,
     grouping: str | Grouping | None = None,
 ) -> list[dict[str, Any]]:
@@ -178,7 +187,7 @@ def regularize(
         raise TypeError(f"penalty must be an espalier.Penalty such as espalier.GroupLasso(1e-4), not {penalty!r}.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    rules = tuple(rules)
+    rules = (rules,) if isinstance(rules, Rule) else tuple(rules)
     walked = _walk(model)
     parameters = [f for f in walked if f.parameter.requires_grad]
     for rule in rules:

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any, ClassVar, TypeAlias, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -62,6 +62,11 @@ class StructuredOptimizer(Optimizer, ABC):
         skip_nonfinite: bool,
         options: dict[str, Any],
     ) -> None:
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} takes parameter groups, not a model: pass espalier.regularize(model, penalty), "
+                "or model.parameters() for no penalty."
+            )
         defaults = {
             "lr": lr,
             **options,
