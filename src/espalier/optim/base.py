@@ -289,7 +289,7 @@ class StructuredOptimizer(Optimizer, ABC):
     # ------------------------------------------------------------------------------------------------ state
 
     def _new_state(self, group: Group, p: Tensor) -> dict[str, Tensor]:
-        fresh = {k: torch.zeros(()) for k in self.clock}
+        fresh = {k: torch.zeros((), device=self._clock_device(p)) for k in self.clock}
         fresh |= {k: p if k == "anchor" else torch.zeros_like(p) for k in self._buffers(group)}
         state = self.state[p] = self._own_state(group, p, fresh)
         return state
@@ -297,13 +297,15 @@ class StructuredOptimizer(Optimizer, ABC):
     def _own_state(self, group: Group, p: Tensor, source: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy of `source` in the types and on the devices that the parameter's state has."""
         dtype = torch.promote_types(p.dtype, torch.float32)  # float32 for parameters in half precision
-        # with no host synchronisation allowed, only the device may know whether a step counted
-        home = p.device if self.defaults["skip_nonfinite"] else torch.device("cpu")
-        state = {k: source[k].to(home, torch.float64, copy=True) for k in self.clock}
+        state = {k: source[k].to(self._clock_device(p), torch.float64, copy=True) for k in self.clock}
         state |= {k: source[k].to(p.device, dtype, copy=True) for k in self._buffers(group)}
         if dtype != p.dtype:
             state["master"] = source.get("master", p).to(p.device, dtype, copy=True)
         return state
+
+    def _clock_device(self, p: Tensor) -> torch.device:
+        # with no host synchronisation allowed, only the parameter's device may know whether a step counted
+        return p.device if self.defaults["skip_nonfinite"] else torch.device("cpu")
 
     def _read_clock(self, state: dict[str, Tensor]) -> Clock:
         return {k: state[k].item() if state[k].device.type == "cpu" else state[k] for k in self.clock}
