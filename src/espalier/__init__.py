@@ -8,7 +8,6 @@ from espalier.groupings import Input as Input
 from espalier.groupings import Layout as Layout
 from espalier.groupings import Matrix as Matrix
 from espalier.groupings import Output as Output
-from espalier.groupings import Partition as Partition
 from espalier.measure import StructureMonitor as StructureMonitor
 from espalier.measure import StructureReport as StructureReport
 from espalier.measure import structure as structure
@@ -18,6 +17,7 @@ from espalier.optim import ProxGen as ProxGen
 from espalier.optim import ProxSGD as ProxSGD
 from espalier.optim import ProxSSI as ProxSSI
 from espalier.optim import StagewiseRestart as StagewiseRestart
+from espalier.partition import Partition as Partition
 from espalier.penalties import L1 as L1
 from espalier.penalties import GroupLasso as GroupLasso
 from espalier.penalties import GroupMCP as GroupMCP

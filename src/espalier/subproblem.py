@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.groupings import Partition
+from espalier.partition import Partition
 
 if TYPE_CHECKING:
     from espalier.penalties.base import Penalty

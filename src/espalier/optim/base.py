@@ -19,11 +19,12 @@ from torch.optim.optimizer import ParamsT
 
 from espalier import solvers
 from espalier.checks import check_number
-from espalier.groupings import Element, Partition, as_grouping, partition_of
+from espalier.groupings import Element, as_grouping, partition_of
 from espalier.optim.arithmetic import average
 from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
+from espalier.partition import Partition
 from espalier.penalties.base import Penalty, RadialPenalty
 from espalier.solvers import Exact, Solver
 from espalier.subproblem import Scalar, Subproblem
@@ -31,8 +32,8 @@ from espalier.subproblem import Scalar, Subproblem
 Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
 
-# Elements that a CPU works on at a time: a dozen tensors of this length stay in its caches, 2-3× faster than whole
-# layers. Results do not depend on it but for rounding.
+# Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
+# depend on it but for rounding.
 _BLOCK = 1 << 19
 
 

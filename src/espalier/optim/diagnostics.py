@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from espalier.groupings import Partition
+from espalier.partition import Partition
 from espalier.penalties.base import Penalty
 from espalier.solvers.base import Solution
 from espalier.subproblem import Subproblem, as_tensor

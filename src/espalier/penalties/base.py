@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from espalier.groupings import Grouping, Partition
+from espalier.groupings import Grouping
+from espalier.partition import Partition
 from espalier.subproblem import Scalar, Subproblem, as_tensor
 
 

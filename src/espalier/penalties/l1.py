@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from espalier.checks import check_number
-from espalier.groupings import Element, Partition
+from espalier.groupings import Element
+from espalier.partition import Partition
 from espalier.penalties.base import Radial, RadialPenalty, soft_threshold
 from espalier.subproblem import Scalar, Subproblem
 

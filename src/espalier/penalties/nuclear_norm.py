@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.checks import check_number
-from espalier.groupings import Partition
+from espalier.partition import Partition
 from espalier.penalties.base import Penalty, Structure
 from espalier.subproblem import Scalar, as_tensor
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from espalier.checks import check_number
-from espalier.groupings import Partition
+from espalier.partition import Partition
 from espalier.penalties.base import Radial, RadialPenalty, soft_threshold
 from espalier.penalties.group_lasso import GroupLasso
 from espalier.penalties.l1 import L1

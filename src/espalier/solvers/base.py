@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from espalier.groupings import Partition
+from espalier.partition import Partition
 from espalier.penalties.base import Penalty
 from espalier.subproblem import Subproblem
 

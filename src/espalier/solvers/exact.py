@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from espalier.groupings import Partition
+from espalier.partition import Partition
 from espalier.penalties.base import Penalty, RadialPenalty
 from espalier.solvers.base import Solution, Solver, may_branch
 from espalier.solvers.radial import solve_radial

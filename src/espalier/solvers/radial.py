@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.groupings import Partition
+from espalier.partition import Partition
 from espalier.penalties.base import Radial, RadialPenalty
 from espalier.solvers.base import Solution, may_branch
 from espalier.subproblem import Subproblem, as_tensor
