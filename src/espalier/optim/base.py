@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from espalier import solvers
+from espalier import kernels, solvers
 from espalier.checks import check_number
 from espalier.groupings import Element, as_grouping, partition_of
+from espalier.kernels import Fused
 from espalier.optim.arithmetic import average
 from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
@@ -31,6 +32,11 @@ from espalier.subproblem import Scalar, Subproblem
 
 Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
+
+# What a captured graph must find on the device, for it changes from stage to stage.
+DEVICE_OPTIONS = {"lr", "eps", "ramp"}
+# How this machine steps: not for a checkpoint to say.
+OWN = ("skip_nonfinite", "fused", "capturable")
 
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
@@ -46,12 +52,15 @@ class StructuredOptimizer(Optimizer, ABC):
     scalar_metric: ClassVar[bool] = False
     # numbers kept for each parameter
     clock: ClassVar[tuple[str, ...]] = ("step",)
+    # its name in kernels/; a subclass that poses another problem has none of its own, and so none
+    kernel: ClassVar[str]
     # what solver="auto" takes under a diagonal metric, where the penalty allows it
     preferred_solver: ClassVar[Solver] = Exact()
 
     # torch's __getstate__ keeps nothing but state and groups; these start anew in a copy
     _in_structured: bool = False
     _diagnostics: Diagnostics | None = None
+    _fused: Fused | None = None
 
     def __init__(
         self,
@@ -61,6 +70,8 @@ class StructuredOptimizer(Optimizer, ABC):
         solver: str | Solver,
         maximize: bool,
         skip_nonfinite: bool,
+        fused: bool | None,
+        capturable: bool,
         options: dict[str, Any],
     ) -> None:
         if isinstance(params, nn.Module):
@@ -76,6 +87,8 @@ class StructuredOptimizer(Optimizer, ABC):
             "solver": solver,
             "maximize": maximize,
             "skip_nonfinite": skip_nonfinite,
+            "fused": fused,
+            "capturable": capturable,
         }
         super().__init__(params, defaults)
 
@@ -107,14 +120,18 @@ class StructuredOptimizer(Optimizer, ABC):
         group = self.param_groups[-1]
         try:
             self._check_group(group)
+            self._check_fused(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if group["capturable"]:
+            self._options_to_device(group)
 
     def _check_group(self, group: Group) -> None:
         check_number("lr", group["lr"], low=0)
-        if group["skip_nonfinite"] != self.defaults["skip_nonfinite"]:
-            raise ValueError("skip_nonfinite is for the whole step: give it to the optimizer, not to a group.")
+        for whole in ("skip_nonfinite", "capturable"):
+            if group[whole] != self.defaults[whole]:
+                raise ValueError(f"{whole} is for the whole step: give it to the optimizer, not to a group.")
         for p, name in named(group, len(self.param_groups) - 1):
             if p.is_complex():
                 raise ValueError(f"{name} is complex; Espalier's optimizers take real parameters.")
@@ -134,6 +151,20 @@ class StructuredOptimizer(Optimizer, ABC):
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
+    def _check_fused(self, group: Group) -> None:
+        if group["fused"] not in (None, True, False):
+            raise ValueError(f"fused must be None, True or False, not {group['fused']!r}.")
+        if group["fused"]:
+            for p, name in named(group, len(self.param_groups) - 1):
+                if missing := kernels.lacking(self, group, p):
+                    raise ValueError(f"fused=True cannot serve {name}: {missing}. Use fused=None to fuse where it can.")
+
+    def _options_to_device(self, group: Group) -> None:
+        """A captured graph reads these from the device, where they can change between its replays."""
+        for k in DEVICE_OPTIONS:
+            if k in group and not isinstance(group[k], Tensor):
+                group[k] = torch.tensor(float(group[k]), dtype=torch.float64, device=group["params"][0].device)
+
     def _solver(self, group: Group) -> Solver:
         return solvers.pick(group["solver"], group["penalty"], self.scalar_metric, self.preferred_solver)
 
@@ -152,20 +183,38 @@ class StructuredOptimizer(Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step, for every parameter that has a gradient."""
         self._refuse_in_structured("step")
+        self._check_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
         finite = self._all_finite() if self.defaults["skip_nonfinite"] else True
-        if finite is not False:
-            for group, p, name in self._parameters():
-                if p.grad is not None and p.numel():
-                    self._update(group, p, name, p.grad, finite)
+        if finite is False:
+            return loss
+        for j, group in enumerate(self.param_groups):
+            names = {p: name for p, name in named(group, j) if p.grad is not None and p.numel()}
+            for p in names:
+                if not self.state[p]:
+                    self._new_state(group, p)
+            left = list(names)
+            if fused := self._kernels(group):
+                left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
+            for p in left:
+                self._update(group, p, names[p], finite)
         return loss
 
-    def _update(self, group: Group, p: Tensor, name: str, grad: Tensor, finite: Tensor | bool) -> None:
-        state = self.state[p] or self._new_state(group, p)
+    def _kernels(self, group: Group) -> Fused | None:
+        """The kernels, where they may take parameters of this group."""
+        if group["fused"] is False or self._diagnostics is not None:
+            return None
+        if self._fused is None:
+            self._fused = Fused(self)
+        return self._fused
+
+    def _update(self, group: Group, p: Tensor, name: str, finite: Tensor | bool) -> None:
+        state, grad = self.state[p], p.grad
+        assert grad is not None
         clock = self._tick(self._read_clock(state), group)
         c = self._averaging(clock, group)
         if isinstance(finite, Tensor):
@@ -243,10 +292,14 @@ class StructuredOptimizer(Optimizer, ABC):
         self._in_structured = True
         try:
             with torch.no_grad():
-                for group, p, name in self._parameters() if self.anchored else ():
-                    if state := self.state.get(p):
-                        weights.append((p, p.clone()))
-                        p.copy_(self._structured_point(group, p, state, name))
+                for j, group in enumerate(self.param_groups if self.anchored else ()):
+                    names = {p: name for p, name in named(group, j) if self.state.get(p)}
+                    weights += [(p, p.clone()) for p in names]
+                    left = list(names)
+                    if fused := self._kernels(group):
+                        left = fused.deliver(group, left)
+                    for p in left:
+                        p.copy_(self._structured_point(group, p, self.state[p], names[p]))
             yield self
         finally:
             self._in_structured = False
@@ -289,24 +342,26 @@ class StructuredOptimizer(Optimizer, ABC):
 
     # ------------------------------------------------------------------------------------------------ state
 
-    def _new_state(self, group: Group, p: Tensor) -> dict[str, Tensor]:
+    def _new_state(self, group: Group, p: Tensor) -> None:
         fresh = {k: torch.zeros((), device=self._clock_device(p)) for k in self.clock}
         fresh |= {k: p if k == "anchor" else torch.zeros_like(p) for k in self._buffers(group)}
-        state = self.state[p] = self._own_state(group, p, fresh)
-        return state
+        self.state[p] = self._own_state(group, p, fresh)
 
     def _own_state(self, group: Group, p: Tensor, source: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy of `source` in the types and on the devices that the parameter's state has."""
         dtype = torch.promote_types(p.dtype, torch.float32)  # float32 for parameters in half precision
         state = {k: source[k].to(self._clock_device(p), torch.float64, copy=True) for k in self.clock}
-        state |= {k: source[k].to(p.device, dtype, copy=True) for k in self._buffers(group)}
+        state |= {k: torch.empty_like(p, dtype=dtype).copy_(source[k]) for k in self._buffers(group)}
         if dtype != p.dtype:
-            state["master"] = source.get("master", p).to(p.device, dtype, copy=True)
+            state["master"] = torch.empty_like(p, dtype=dtype).copy_(source.get("master", p))
+        if "radius" in source:  # where the kernels' iterations begin
+            state["radius"] = source["radius"].to(p.device, torch.float32, copy=True)
         return state
 
     def _clock_device(self, p: Tensor) -> torch.device:
         # with no host synchronisation allowed, only the parameter's device may know whether a step counted
-        return p.device if self.defaults["skip_nonfinite"] else torch.device("cpu")
+        on_device = self.defaults["skip_nonfinite"] or self.defaults["capturable"]
+        return p.device if on_device else torch.device("cpu")
 
     def _read_clock(self, state: dict[str, Tensor]) -> Clock:
         return {k: state[k].item() if state[k].device.type == "cpu" else state[k] for k in self.clock}
@@ -334,7 +389,12 @@ class StructuredOptimizer(Optimizer, ABC):
         state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
         for saved, here in zip(saved_groups, self.param_groups, strict=True):
             del saved["method"]
-            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, "params", "skip_nonfinite")}})
+            for k in DEVICE_OPTIONS & saved.keys():
+                if here["capturable"]:
+                    saved[k] = here[k].copy_(saved[k])  # in place, for a captured graph reads it
+                elif isinstance(saved[k], Tensor) and not isinstance(here[k], Tensor):
+                    saved[k] = saved[k].item()
+            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, *OWN, "params")}})
             for key, p in zip(saved["params"], here["params"], strict=True):
                 if key in state_dict["state"]:
                     state[p] = self._own_state(groups[-1], p, state_dict["state"][key])
@@ -353,6 +413,15 @@ class StructuredOptimizer(Optimizer, ABC):
         if self._in_structured:
             raise RuntimeError(
                 f"{what}() inside structured(): the weights are away and would be lost. Leave the context first."
+            )
+
+    def _check_capture(self) -> None:
+        if self.defaults["capturable"] or not torch.cuda.is_initialized():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"step() is being captured in a CUDA graph, and {type(self).__name__} was built with capturable=False. "
+                "Build it with capturable=True."
             )
 
     def _check_gradients(self) -> None:

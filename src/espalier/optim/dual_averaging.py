@@ -10,7 +10,7 @@ from torch import Tensor
 
 from espalier.checks import check_number
 from espalier.optim.base import Clock, Group, StructuredOptimizer
-from espalier.subproblem import Scalar
+from espalier.subproblem import Scalar, as_tensor
 
 
 class DualAveraging(StructuredOptimizer):
@@ -29,10 +29,10 @@ class DualAveraging(StructuredOptimizer):
         return {"step": t, "alpha": clock["alpha"] + s, "s": s}  # α_t = α_{t−1} + s_t
 
     def _averaging(self, clock: Clock, group: Group) -> Scalar:
-        c = 1 - group["momentum"]
-        if not group["ramp"]:
-            return float(c)
-        return ramped(c, clock["step"])
+        c, ramp = 1 - group["momentum"], group["ramp"]
+        if isinstance(ramp, Tensor):
+            return torch.where(ramp != 0, as_tensor(ramped(c, clock["step"]), ramp), c)
+        return ramped(c, clock["step"]) if ramp else float(c)
 
 
 def ramped(c: float, i: Scalar) -> Scalar:

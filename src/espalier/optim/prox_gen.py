@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -30,7 +32,12 @@ class ProxGen(StructuredOptimizer):
         solver: "auto", "exact", "pg", "newton" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
+        fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False
+            nowhere.
+        capturable: the step can be captured in a CUDA graph; lr and what a stage changes then live on the device.
     """
+
+    kernel: ClassVar[str] = "prox_gen"
 
     def __init__(
         self,
@@ -44,6 +51,8 @@ class ProxGen(StructuredOptimizer):
         solver: str | Solver = "auto",
         maximize: bool = False,
         skip_nonfinite: bool = False,
+        fused: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -51,6 +60,8 @@ class ProxGen(StructuredOptimizer):
             solver=solver,
             maximize=maximize,
             skip_nonfinite=skip_nonfinite,
+            fused=fused,
+            capturable=capturable,
             options={
                 "betas": betas,
                 "eps": eps,

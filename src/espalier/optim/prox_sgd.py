@@ -22,9 +22,13 @@ class ProxSGD(StructuredOptimizer):
         solver: "auto", "exact", "pg", "newton" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
+        fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False
+            nowhere.
+        capturable: the step can be captured in a CUDA graph; lr and what a stage changes then live on the device.
     """
 
     scalar_metric: ClassVar[bool] = True
+    kernel: ClassVar[str] = "prox_sgd"
 
     def __init__(
         self,
@@ -35,6 +39,8 @@ class ProxSGD(StructuredOptimizer):
         solver: str | Solver = "auto",
         maximize: bool = False,
         skip_nonfinite: bool = False,
+        fused: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -42,6 +48,8 @@ class ProxSGD(StructuredOptimizer):
             solver=solver,
             maximize=maximize,
             skip_nonfinite=skip_nonfinite,
+            fused=fused,
+            capturable=capturable,
             options={"momentum": momentum},
         )
 

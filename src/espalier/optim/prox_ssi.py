@@ -11,4 +11,5 @@ from espalier.solvers import NewtonRaphson, Solver
 class ProxSSI(ProxGen):
     """ProxSSI (Deleu & Bengio, 2021): `ProxGen`, its subproblem solved by Newton–Raphson."""
 
+    kernel: ClassVar[str] = "prox_gen"
     preferred_solver: ClassVar[Solver] = NewtonRaphson()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
@@ -23,7 +25,12 @@ class RAMDA(DualAveraging):
         solver: "auto", "exact", "pg", "newton" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
+        fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False
+            nowhere.
+        capturable: the step can be captured in a CUDA graph; lr and what a stage changes then live on the device.
     """
+
+    kernel: ClassVar[str] = "ramda"
 
     def __init__(
         self,
@@ -35,6 +42,8 @@ class RAMDA(DualAveraging):
         solver: str | Solver = "auto",
         maximize: bool = False,
         skip_nonfinite: bool = False,
+        fused: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -42,6 +51,8 @@ class RAMDA(DualAveraging):
             solver=solver,
             maximize=maximize,
             skip_nonfinite=skip_nonfinite,
+            fused=fused,
+            capturable=capturable,
             options={"momentum": momentum, "ramp": False, "eps": eps},
         )
 

@@ -23,9 +23,13 @@ class RMDA(DualAveraging):
         solver: "auto", "exact", "pg", "newton" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
+        fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False
+            nowhere.
+        capturable: the step can be captured in a CUDA graph; lr and what a stage changes then live on the device.
     """
 
     scalar_metric: ClassVar[bool] = True
+    kernel: ClassVar[str] = "rmda"
 
     def __init__(
         self,
@@ -36,6 +40,8 @@ class RMDA(DualAveraging):
         solver: str | Solver = "auto",
         maximize: bool = False,
         skip_nonfinite: bool = False,
+        fused: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -43,6 +49,8 @@ class RMDA(DualAveraging):
             solver=solver,
             maximize=maximize,
             skip_nonfinite=skip_nonfinite,
+            fused=fused,
+            capturable=capturable,
             options={"momentum": momentum, "ramp": False},
         )
 

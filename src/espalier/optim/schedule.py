@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from espalier.checks import check_number
 from espalier.optim.base import StructuredOptimizer
 from espalier.optim.dual_averaging import ramp_length
@@ -63,11 +65,7 @@ class StagewiseRestart:
         """Count one call; at a milestone, begin the next stage."""
         self.count += 1
         if self.count in self.milestones:
-            for group in self.optimizer.param_groups:
-                # not in place: groups may share a tensor lr
-                group["lr"] = group["lr"] * self.gamma
-                if self.optimizer.anchored and "eps" in group:
-                    group["eps"] = group["eps"] * self.gamma
+            self._decay()
             self.optimizer.restart()
             self._ramp(self.count == self.milestones[-1])
 
@@ -89,10 +87,25 @@ class StagewiseRestart:
                 )
         self.count = int(state_dict["count"])
 
+    def _decay(self) -> None:
+        shared: dict[int, Tensor] = {}  # by identity: groups may share a tensor
+        for group in self.optimizer.param_groups:
+            for k in ("lr", "eps") if self.optimizer.anchored else ("lr",):
+                if isinstance(group.get(k), Tensor):
+                    shared[id(group[k])] = group[k]
+                elif k in group:
+                    group[k] = group[k] * self.gamma
+        for option in shared.values():
+            option.mul_(self.gamma)
+
     def _ramp(self, on: bool) -> None:
         if self.optimizer.anchored:
-            for options in (self.optimizer.defaults, *self.optimizer.param_groups):
-                options["ramp"] = on
+            self.optimizer.defaults["ramp"] = on
+            for group in self.optimizer.param_groups:
+                if isinstance(group["ramp"], Tensor):
+                    group["ramp"].fill_(on)
+                else:
+                    group["ramp"] = on
 
     def _warn_if_short(self, total: int, last: int, steps_per_call: int) -> None:
         if not self.optimizer.anchored:

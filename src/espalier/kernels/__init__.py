@@ -1,0 +1,105 @@
+"""Triton kernels for a whole step, and the one seam behind which they stand.
+
+`Fused` takes the parameters that the kernels serve; the torch code in `solvers/` and `optim/` is the reference, and
+does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from espalier.penalties import L1, GroupLasso, GroupMCP, SparseGroupLasso
+from espalier.solvers import ClosedForm, Exact, NewtonRaphson
+
+if TYPE_CHECKING:
+    from espalier.kernels.launch import Plan
+    from espalier.optim.base import StructuredOptimizer
+
+Group: TypeAlias = dict[str, Any]
+
+_PENALTIES = (type(None), GroupLasso, SparseGroupLasso, GroupMCP, L1)
+_SOLVERS = (ClosedForm, Exact, NewtonRaphson)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | None:
+    """Why the kernels do not serve this parameter; None where they do."""
+    penalty = group["penalty"]
+    if "kernel" not in vars(type(optimizer)):
+        return f"there is no kernel for {type(optimizer).__name__}"
+    if type(penalty) not in _PENALTIES:
+        return f"there is no kernel for {type(penalty).__name__}"
+    if penalty is not None and not isinstance(optimizer._solver(group), _SOLVERS):
+        return f"there is no kernel for {type(optimizer._solver(group)).__name__}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    from espalier.kernels import launch
+    from espalier.kernels.geometry import geometry
+
+    # the interpreter is for tests: only where it is asked for
+    if p.device.type != "cuda" and not (p.device.type == "cpu" and group["fused"] and launch.interpreted()):
+        return f"it is on {p.device.type}, not on a CUDA device"
+    if type(p) not in (Tensor, nn.Parameter):
+        return f"it is a {type(p).__name__}, not a plain tensor"
+    if p.dtype not in _TYPES:
+        return f"its type is {p.dtype}, not float32, bfloat16 or float16"
+    at = geometry(optimizer._partition(group, p), tuple(p.shape), p.stride())
+    if at is None:
+        return f"its memory, with strides {p.stride()}, has gaps or another order than its groups"
+    if penalty is not None and not isinstance(penalty, L1) and launch.tile_of(at, launch.processors(p.device)) is None:
+        return f"its groups of {at.rows * at.run} entries are too large"
+    return None
+
+
+class Fused:
+    """The plans of an optimizer's steps, made when first needed and kept."""
+
+    def __init__(self, optimizer: StructuredOptimizer) -> None:
+        self._optimizer = optimizer
+        self._plans: dict[tuple[Any, ...], tuple[list[Plan], list[Tensor]]] = {}
+
+    def step(self, group: Group, params: Sequence[Tensor], finite: Tensor | None) -> list[Tensor]:
+        """Step what the kernels serve; give back the parameters that are left."""
+        plans, rest = self._take(group, params)
+        for plan in plans:
+            plan.step(finite)
+        return rest
+
+    def deliver(self, group: Group, params: Sequence[Tensor]) -> list[Tensor]:
+        """Put the structured point into what the kernels serve; give back the parameters that are left."""
+        plans, rest = self._take(group, params)
+        for plan in plans:
+            plan.deliver()
+        return rest
+
+    def _take(self, group: Group, params: Sequence[Tensor]) -> tuple[list[Plan], list[Tensor]]:
+        penalty = group["penalty"]
+        key = (
+            *map(id, params), type(penalty), getattr(penalty, "weight", None), group["grouping"], group["solver"],
+            group["maximize"], group.get("amsgrad"),
+        )  # fmt: skip
+        if key not in self._plans or not all(plan.current() for plan in self._plans[key][0]):
+            self._plans[key] = self._plan(group, params)
+            while len(self._plans) > 4 * len(self._optimizer.param_groups):
+                del self._plans[next(iter(self._plans))]
+        return self._plans[key]
+
+    def _plan(self, group: Group, params: Sequence[Tensor]) -> tuple[list[Plan], list[Tensor]]:
+        served = {p: lacking(self._optimizer, group, p) is None for p in params}
+        rest = [p for p in params if not served[p]]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for p in params:
+            if served[p]:
+                by_device.setdefault(p.device, []).append(p)
+        if not by_device:
+            return [], rest
+        if any(d.type == "cuda" for d in by_device) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("take a step before capturing one: tables must be made that a CUDA graph cannot make.")
+        from espalier.kernels.launch import Plan
+
+        return [Plan(self._optimizer, group, some) for some in by_device.values()], rest

@@ -1,0 +1,334 @@
+"""From parameters to launches: a table of addresses, lists of work, one launch for each class of tiles."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from espalier.kernels import device
+from espalier.kernels.geometry import Geometry, Tile, geometry, power_of_two, tile_of
+from espalier.penalties import L1, GroupMCP, SparseGroupLasso
+from espalier.penalties.base import group_weight
+from espalier.solvers import NewtonRaphson
+
+if TYPE_CHECKING:
+    from espalier.optim.base import StructuredOptimizer
+
+Group: TypeAlias = dict[str, Any]
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# entries that a program steps where they do not depend on each other
+_BLOCK, _BLOCK_WARPS = 2048, 8
+# which of a parameter's tensors stands in which column of the table
+_COLUMNS = {
+    "weight": device.WEIGHT,
+    "param": device.PARAM,
+    "anchor": device.ANCHOR,
+    "grad_sum": device.SUM,
+    "grad_average": device.SUM,
+    "square_sum": device.SQUARES,
+    "square_average": device.SQUARES,
+    "square_max": device.LARGEST,
+    "radius": device.RADIUS,
+}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What tensors must have in common to share a launch."""
+
+    dtype: torch.dtype
+    aligned: bool
+    wide: bool
+    tile: Tile | None  # None: entry by entry
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A parameter, or one of its parts whose groups are its own: a row of the table."""
+
+    parameter: int
+    start: int  # how many bytes into the gradient
+    row: tuple[int, ...]
+    geometry: Geometry
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The programs of one bucket, and the memory through which they share large groups."""
+
+    bucket: Bucket
+    work: Tensor
+    counters: Tensor
+    partials: Tensor
+    most: int
+
+
+class Plan:
+    """The launches of a step over some parameters of one group, all on one device."""
+
+    def __init__(self, optimizer: StructuredOptimizer, group: Group, params: Sequence[Tensor]) -> None:
+        self._optimizer, self._group, self._params = optimizer, group, list(params)
+        self._device = params[0].device
+        self._entrywise = group["penalty"] is None or isinstance(group["penalty"], L1)
+        self._addresses = [p.data_ptr() for p in params]
+        for p in params:
+            self._settle(p)
+        self._steps = [optimizer.state[p]["step"] for p in params]
+        buckets: dict[Bucket, list[Slab]] = {}
+        for i in range(len(params)):
+            for bucket, slab in self._slabs(i):
+                buckets.setdefault(bucket, []).append(slab)
+        self._slabs_in_order = [slab for slabs in buckets.values() for slab in slabs]
+        self._grads: list[int] = []
+        self._aligned = self._captured = False
+        self._table = torch.zeros(len(self._slabs_in_order), device.TABLE.value, dtype=torch.int64, device=self._device)
+        self._spare = self._pinned_rows()
+        self._clocks = _upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
+        self._scalars = torch.zeros(len(params), device.SCALARS.value, device=self._device)
+        self._values: list[float] = []
+        self._options = torch.zeros(device.OPTIONS.value, dtype=torch.float64, device=self._device)
+        self._counters, self._launches = self._schedule(buckets)
+
+    def current(self) -> bool:
+        """Whether parameters and state still lie where they did."""
+        state = self._optimizer.state
+        return self._addresses == [p.data_ptr() for p in self._params] and all(
+            state[p].get("step") is step for p, step in zip(self._params, self._steps, strict=True)
+        )
+
+    # ------------------------------------------------------------------------------------------------ tables
+
+    def _settle(self, p: Tensor) -> None:
+        """Bring the state to where the kernels expect it: clocks on the device, the rest in the parameter's order."""
+        state = self._optimizer.state[p]
+        for k in self._optimizer.clock:
+            if state[k].device != p.device:
+                state[k] = _upload(state[k], p.device)
+        for k in (*self._optimizer._buffers(self._group), *(["master"] if "master" in state else [])):
+            if not same_order(state[k], p):
+                state[k] = torch.empty_like(p, dtype=state[k].dtype).copy_(state[k])
+        if not (self._entrywise or self._optimizer.scalar_metric):
+            count = self._optimizer._partition(self._group, p).count
+            if state.get("radius") is None or len(state["radius"]) != count:
+                state["radius"] = torch.zeros(count, device=p.device)
+
+    def _slabs(self, i: int) -> Iterator[tuple[Bucket, Slab]]:
+        p, optimizer = self._params[i], self._optimizer
+        groups = optimizer._partition(self._group, p)
+        state = optimizer.state[p]
+        tensors = {"weight": state.get("master", p), "param": p}
+        tensors |= {k: state[k] for k in (*optimizer._buffers(self._group), "radius") if k in state}
+        at = Geometry(1, 1, 1, p.numel()) if self._entrywise else geometry(groups, tuple(p.shape), p.stride())
+        assert at is not None
+        for part in range(at.batch):
+            start = part * (p.numel() // at.batch)
+            row = [0] * device.TABLE.value
+            for name, x in tensors.items():
+                first = part * at.groups if name == "radius" else start
+                row[_COLUMNS[name].value] = x.data_ptr() + first * x.element_size()
+            row[device.ROWS.value], row[device.GROUPS.value], row[device.RUN.value] = at.rows, at.groups, at.run
+            tile = None if self._entrywise else tile_of(at, processors(p.device))
+            lengths = [at.run] if tile is None or tile.axis else [at.groups * at.run, tile.groups * tile.run]
+            addresses = row[: device.RADIUS.value]
+            aligned = all(a % 16 == 0 for a in addresses) and all(n % 4 == 0 for n in lengths)
+            bucket = Bucket(p.dtype, aligned, p.numel() >= 2**31, tile)
+            yield bucket, Slab(i, start * p.element_size(), tuple(row), at)
+
+    def _clock(self, i: int) -> list[int]:
+        p, penalty = self._params[i], self._group["penalty"]
+        state = self._optimizer.state[p]
+        factor = group_weight(getattr(penalty, "weight", None), self._optimizer._partition(self._group, p))
+        row = [0] * device.CLOCKS.value
+        row[device.STEP.value] = state["step"].data_ptr()
+        row[device.ALPHA.value] = state["alpha"].data_ptr() if "alpha" in state else 0
+        row[device.FACTOR.value] = struct.unpack("q", struct.pack("d", factor))[0]
+        return row
+
+    def _schedule(self, buckets: dict[Bucket, list[Slab]]) -> tuple[Tensor, list[Launch]]:
+        row = 0
+        lists: list[tuple[Bucket, Tensor, int, int, int]] = []
+        for bucket, slabs in buckets.items():
+            tile = bucket.tile
+            counters, partials, most, parts = 1, 0, 1, list[Tensor]()
+            for slab in slabs:
+                at = slab.geometry
+                shares = 1 if tile is None else tile.shares(at)
+                tiles = math.ceil(at.run / _BLOCK) if tile is None else math.ceil(at.groups / tile.groups)
+                programs = torch.zeros(tiles, shares, device.WORK.value, dtype=torch.int32)
+                each = torch.arange(tiles).unsqueeze(1)
+                programs[..., device.TENSOR.value] = row
+                programs[..., device.FIRST.value] = each * (1 if tile is None else tile.groups)
+                programs[..., device.CLOCK.value] = slab.parameter
+                if tile is not None and tile.shared:
+                    room = 4 * shares * tile.width
+                    programs[..., device.SHARE.value] = torch.arange(shares)
+                    programs[..., device.SHARES.value] = shares
+                    programs[..., device.COUNTER.value] = counters + each
+                    programs[..., device.PARTIAL.value] = partials + each * room
+                    counters, partials, most = counters + tiles, partials + tiles * room, max(most, shares)
+                parts.append(programs.flatten(0, 1))
+                row += 1
+            lists.append((bucket, torch.cat(parts), counters, partials, power_of_two(most)))
+        counted = torch.zeros(sum(n for _, _, n, _, _ in lists), dtype=torch.int32, device=self._device)
+        views = counted.split([n for _, _, n, _, _ in lists])
+        launches = [
+            Launch(bucket, _upload(work, self._device), view, torch.empty(partials, device=self._device), most)
+            for (bucket, work, _, partials, most), view in zip(lists, views, strict=True)
+        ]
+        return counted, launches
+
+    def _pinned_rows(self) -> Tensor:
+        rows = torch.tensor([slab.row for slab in self._slabs_in_order])
+        return rows.pin_memory() if self._device.type == "cuda" else rows
+
+    def _point_at(self, grads: Sequence[Tensor], capturing: bool) -> None:
+        """Let the table hold the gradients' addresses."""
+        addresses = [g.data_ptr() for g in grads]
+        self._aligned = all(a % 16 == 0 for a in addresses)
+        if addresses == self._grads and not (capturing or self._captured):
+            return
+        # a captured copy reads the host's memory at every replay: it keeps its own, made ready before
+        rows = self._spare if capturing else self._pinned_rows()
+        rows[:, device.GRAD.value] = torch.tensor([addresses[s.parameter] + s.start for s in self._slabs_in_order])
+        self._table.copy_(rows, non_blocking=True)
+        # a replay may change the table at any time after
+        self._captured = self._captured or capturing
+        self._grads = addresses
+
+    # ------------------------------------------------------------------------------------------------ launches
+
+    def step(self, finite: Tensor | None) -> None:
+        """One step."""
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        grads = [_in_order(p.grad, p) for p in self._params if p.grad is not None]
+        self._point_at(grads, capturing)
+        self._run(finite, update=True)
+
+    def deliver(self) -> None:
+        """The structured point into the parameters."""
+        if not self._grads:  # the table was never written: any address does for what is not read
+            self._point_at(self._params, capturing=False)
+        self._run(None, update=False)
+
+    def _run(self, finite: Tensor | None, update: bool) -> None:
+        optimizer, group = self._optimizer, self._group
+        penalty = group["penalty"]
+        lr, eps, ramp = self._set_options()
+        common = {
+            "METHOD": optimizer.kernel,
+            "UPDATE": update,
+            "SKIP": finite is not None,
+        }
+        finite = self._counters if finite is None else finite
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            device.tick[(len(self._params),)](
+                self._clocks, self._scalars, self._counters, finite, lr, eps, ramp, self._options,
+                len(self._params), len(self._counters), **common, BLOCK=1024,
+            )  # fmt: skip
+            common |= {
+                "MAXIMIZE": group["maximize"],
+                "AMSGRAD": group.get("amsgrad", False),
+                "AVERAGED": optimizer.anchored,
+            }
+            for launch in self._launches:
+                bucket = launch.bucket
+                kind = {
+                    **common,
+                    "TYPE": TYPES[bucket.dtype],
+                    "ALIGNED": bucket.aligned and self._aligned,
+                    "MASTER": bucket.dtype != torch.float32,
+                }
+                if bucket.tile is None:
+                    device.step_entries[(len(launch.work),)](
+                        launch.work, self._table, self._scalars, finite, **kind, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS
+                    )
+                else:
+                    tile = bucket.tile
+                    solver = optimizer._solver(group)
+                    device.step_groups[(len(launch.work),)](
+                        launch.work, self._table, self._scalars, finite, launch.counters, launch.partials,
+                        getattr(solver, "max_iters", 1),
+                        **kind, SCALAR=optimizer.scalar_metric, CONCAVE=isinstance(penalty, GroupMCP),
+                        ENTRIES=isinstance(penalty, SparseGroupLasso), ON_S=isinstance(solver, NewtonRaphson),
+                        AXIS=tile.axis, RUN_LENGTH=tile.run, HEIGHT=tile.height, COLUMNS=tile.columns,
+                        SHARED=tile.shared, MOST=launch.most, SINGLE=tile.single, WIDE=bucket.wide,
+                        num_warps=tile.warps,
+                    )  # fmt: skip
+
+    def _set_options(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The group's options on the device; lr, eps and ramp may be tensors there already."""
+        group, penalty = self._group, self._group["penalty"]
+        first, second = group.get("betas") or (group["momentum"], 0.0)
+        mix = getattr(penalty, "mix", 1.0 if isinstance(penalty, L1) else 0.0)
+        lam = 0.0 if penalty is None else penalty.lam
+        there = {k: group.get(k, 0.0) for k in ("lr", "eps", "ramp")}
+        values = [0.0] * device.OPTIONS.value
+        for at, value in (
+            (device.FIRST_MOMENT, first),
+            (device.SECOND_MOMENT, second),
+            (device.LOG2_FIRST, _log2(first)),
+            (device.LOG2_SECOND, _log2(second)),
+            (device.WEIGHT_DECAY, group.get("weight_decay", 0.0)),
+            (device.LAM_GROUP, lam * (1 - mix)),
+            (device.LAM_ENTRY, lam * mix),
+            (device.GAMMA, getattr(penalty, "gamma", 0.0)),
+            (device.LR, there["lr"]),
+            (device.EPS, there["eps"]),
+            (device.RAMP, there["ramp"]),
+        ):
+            values[at.value] = 0.0 if on_device(value) else float(value)
+        if values != self._values:
+            self._options.copy_(_pinned(torch.tensor(values, dtype=torch.float64), self._device), non_blocking=True)
+            self._values = values
+        return tuple(
+            value if on_device(value) else self._options[at.value :]
+            for at, value in ((device.LR, there["lr"]), (device.EPS, there["eps"]), (device.RAMP, there["ramp"]))
+        )
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its interpreter, which takes the CPU's tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def same_order(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape lie in memory alike."""
+    return x.stride() == y.stride() or all(
+        n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), y.stride(), strict=True)
+    )
+
+
+def _in_order(grad: Tensor, p: Tensor) -> Tensor:
+    return grad if same_order(grad, p) else torch.empty_like(p).copy_(grad)
+
+
+def on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def processors(where: torch.device) -> int | None:
+    """How many programs run at a time at least; None in the interpreter."""
+    return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else None
+
+
+def _log2(beta: float) -> float:
+    return math.log2(beta) if beta > 0 else -math.inf
+
+
+def _pinned(x: Tensor, where: torch.device) -> Tensor:
+    return x.pin_memory() if where.type == "cuda" else x
+
+
+def _upload(x: Tensor, where: torch.device) -> Tensor:
+    """A copy on the device, without waiting for it."""
+    return _pinned(x, where).to(where, non_blocking=True)
