@@ -51,7 +51,9 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
     at = geometry(optimizer._partition(group, p), tuple(p.shape), p.stride())
     if at is None:
         return f"its memory, with strides {p.stride()}, has gaps or another order than its groups"
-    if penalty is not None and not isinstance(penalty, L1) and launch.tile_of(at, launch.processors(p.device)) is None:
+    if isinstance(penalty, L1 | None):
+        return None
+    if launch.tile_of(at, penalty.convex, launch.processors(p.device)) is None:
         return f"its groups of {at.rows * at.run} entries are too large"
     return None
 

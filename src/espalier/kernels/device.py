@@ -23,6 +23,7 @@ RADIUS = tl.constexpr(7)
 ROWS = tl.constexpr(8)
 GROUPS = tl.constexpr(9)
 RUN = tl.constexpr(10)
+SCALE = tl.constexpr(11)
 TABLE = tl.constexpr(12)
 
 # columns of the table of clocks
@@ -67,6 +68,7 @@ SHARES = tl.constexpr(3)
 COUNTER = tl.constexpr(4)
 PARTIAL = tl.constexpr(5)
 CLOCK = tl.constexpr(6)
+ROLE = tl.constexpr(7)
 WORK = tl.constexpr(8)
 
 # k and x/(r + k) are kept within these, so that no sum of their powers leaves float32's range. Both only bend the
@@ -77,11 +79,18 @@ LARGEST_Q = tl.constexpr(1e6)
 SHORT = tl.constexpr(1.7e-4)
 # S = 1 but for rounding
 ROUNDING = tl.constexpr(2e-6)
+# Sums over programs are integers: the first two in units of 1/FINE, no part counting for more than LARGEST_PART, the
+# higher moments so that no part counts for more than LARGEST_HIGHER; one below KNOWN has lost nothing to that
+FINE = tl.constexpr(2.0**32)
+LARGEST_PART = tl.constexpr(2.0**20)
+LARGEST_HIGHER = tl.constexpr(2.0)
+KNOWN = tl.constexpr(1.9)
+UNITS = tl.constexpr(2.0**29)
 
 
 @triton.jit(do_not_specialize=["tensors", "counted"])
 def tick(
-    clocks, scalars, counters, finite, lr_at, eps_at, ramp_at, options, tensors, counted,
+    clocks, scalars, counters, finite, lr_at, eps_at, ramp_at, given, tensors, counted,
     METHOD: tl.constexpr, UPDATE: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every parameter's clock one step later, and what the step's equations need of it; the counters at zero."""
@@ -94,8 +103,8 @@ def tick(
     row = clocks + i * CLOCKS
     out = scalars + i * SCALARS
     lr = tl.load(lr_at).to(tl.float64)
-    first = tl.load(options + FIRST_MOMENT)
-    lam_group = tl.load(options + LAM_GROUP) * tl.load(row + FACTOR).to(tl.float64, bitcast=True)
+    first = tl.load(given + FIRST_MOMENT)
+    lam_group = tl.load(given + LAM_GROUP) * tl.load(row + FACTOR).to(tl.float64, bitcast=True)
     step_at = tl.load(row + STEP).to(tl.pointer_type(tl.float64))
     before = tl.load(step_at)
     t = before
@@ -128,20 +137,20 @@ def tick(
         tl.store(out + PULL, lr.to(tl.float32))
         tl.store(out + METRIC, 1.0)
     else:
-        second = tl.load(options + SECOND_MOMENT)
+        second = tl.load(given + SECOND_MOMENT)
         # 1 − βᵗ
-        bias = 1 - tl.exp2(t * tl.load(options + LOG2_FIRST))
-        square_bias = 1 - tl.exp2(t * tl.load(options + LOG2_SECOND))
+        bias = 1 - tl.exp2(t * tl.load(given + LOG2_FIRST))
+        square_bias = 1 - tl.exp2(t * tl.load(given + LOG2_SECOND))
         tl.store(out + GAIN, (1 - first).to(tl.float32))
         tl.store(out + SQUARE_GAIN, (1 - second).to(tl.float32))
         tl.store(out + SQUARE_KEEP, second.to(tl.float32))
         tl.store(out + PULL, (lr / bias).to(tl.float32))
         tl.store(out + METRIC_SCALE, (1 / tl.sqrt(square_bias)).to(tl.float32))
-        tl.store(out + DECAY, (1 - lr * tl.load(options + WEIGHT_DECAY)).to(tl.float32))
+        tl.store(out + DECAY, (1 - lr * tl.load(given + WEIGHT_DECAY)).to(tl.float32))
         tl.store(out + METRIC, tl.load(eps_at).to(tl.float32))
     tl.store(out + KAPPA, (tau * lam_group).to(tl.float32))
-    tl.store(out + ENTRY_KAPPA, (tau * tl.load(options + LAM_ENTRY)).to(tl.float32))
-    tl.store(out + FLAT, (tl.load(options + GAMMA) * lam_group).to(tl.float32))
+    tl.store(out + ENTRY_KAPPA, (tau * tl.load(given + LAM_ENTRY)).to(tl.float32))
+    tl.store(out + FLAT, (tl.load(given + GAMMA) * lam_group).to(tl.float32))
     tl.store(out + AVERAGING, c.to(tl.float32))
 
 
@@ -295,7 +304,7 @@ def step_groups(
     work, table, scalars, finite, counters, partials, max_iters,
     METHOD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, MAXIMIZE: tl.constexpr,
     AMSGRAD: tl.constexpr, MASTER: tl.constexpr, AVERAGED: tl.constexpr, SKIP: tl.constexpr,
-    SCALAR: tl.constexpr, CONCAVE: tl.constexpr, ENTRIES: tl.constexpr, ON_S: tl.constexpr,
+    SCALAR: tl.constexpr, CONCAVE: tl.constexpr, ENTRIES: tl.constexpr,
     AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
     SHARED: tl.constexpr, MOST: tl.constexpr, SINGLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -375,12 +384,13 @@ def step_groups(
             z = x * along(scalar_factor(tl.sqrt(s), flat / k, CONCAVE), AXIS)
         else:
             radius_at = address(row, RADIUS, tl.float32, False) + group
-            if CONCAVE or ON_S:
+            if CONCAVE:
                 r = tl.zeros([WIDTH], tl.float32)  # from the left only
             else:
                 r = tl.load(radius_at, mask=inside, other=0.0)
             # a penalty that ends at R lowers the metric: D/h = (1 − k/R) r + k
             e = 1 - k / flat if CONCAVE else 1.0
+            # r before the numbers: Triton 3.6 and 3.7 fail on a loop that carries them in another order
             turn = 0
             moving = 1
             while (turn < max_iters) & (moving > 0):
@@ -390,7 +400,7 @@ def step_groups(
                 t = over_groups(q * q * (e * inverse), AXIS, RUN_LENGTH, COLUMNS)  # T = Σ h b²/D³
                 if SHARED:
                     s, t = over_programs(s, t, partial, counter, share, shares, turn, WIDTH, MOST)
-                move = (s - 1) / (2 * t) if ON_S else (s / t) * (tl.sqrt(s) - 1)
+                move = (s / t) * (tl.sqrt(s) - 1)
                 new = tl.maximum(r + move, 0.0)
                 if CONCAVE:
                     # f has stopped rising, or r has left the region: no inner minimum but 0
@@ -427,3 +437,195 @@ def scalar_factor(norm, end, CONCAVE: tl.constexpr):
         hard = tl.where(norm > tl.sqrt(end), 1.0, 0.0)  # concave up to the end: 0 or x
         factor = tl.where(end > 1, tl.where(norm > 1, firm, 0.0), hard)
     return tl.where(norm == norm, factor, norm)  # NaN stays NaN
+
+
+@triton.jit
+def add_up(sums, j: tl.constexpr, v, group, inside, units, PANEL: tl.constexpr):
+    """Let a tile's part into the sum j of each group. In integers the order of the programs does not matter."""
+    v = tl.sum(v, 0)
+    if j < 2:
+        part = (tl.minimum(v, LARGEST_PART) * FINE).to(tl.int64)
+        tl.atomic_add(sums + j * PANEL + group, part, mask=inside, sem="relaxed")
+    else:
+        part = (tl.minimum(v, LARGEST_HIGHER) * units).to(tl.int32)
+        coarse = (sums + 2 * PANEL).to(tl.pointer_type(tl.int32)) + (j - 2) * PANEL
+        tl.atomic_add(coarse + group, part, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def add_moments(x, k, r, scale, sums, group, inside, units, SCALAR: tl.constexpr, PANEL: tl.constexpr):
+    """A tile's part of the moments M_j = Σ q² y^j at r, with q = x/(r + k) and y = scale/(r + k); S(r) is M_0."""
+    inverse = 1 / (r[None, :] + k)
+    q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
+    q = q * q
+    add_up(sums, 0, q, group, inside, units, PANEL)
+    if not SCALAR:
+        y = scale[None, :] * inverse
+        q = q * y
+        add_up(sums, 1, q, group, inside, units, PANEL)
+        q = q * y
+        add_up(sums, 2, q, group, inside, units, PANEL)
+        q = q * y
+        add_up(sums, 3, q, group, inside, units, PANEL)
+        q = q * y
+        add_up(sums, 4, q, group, inside, units, PANEL)
+        q = q * y
+        add_up(sums, 5, q, group, inside, units, PANEL)
+
+
+@triton.jit
+def take(sums, j: tl.constexpr, units, PANEL: tl.constexpr):
+    """The sum j of each group of a panel; zero for the next turn."""
+    if j < 2:
+        at = sums + j * PANEL + tl.arange(0, PANEL)
+        v = tl.load(at, cache_modifier=".cg").to(tl.float32) * (1 / FINE)
+        tl.store(at, tl.zeros([PANEL], tl.int64))
+    else:
+        at = (sums + 2 * PANEL).to(tl.pointer_type(tl.int32)) + (j - 2) * PANEL + tl.arange(0, PANEL)
+        v = tl.load(at, cache_modifier=".cg").to(tl.float32) / units
+        tl.store(at, tl.zeros([PANEL], tl.int32))
+    return v
+
+
+@triton.jit
+def conclude(
+    radius_at, scale_at, inside, sums, counter, turn, units, k, SCALAR: tl.constexpr, PANEL: tl.constexpr
+):  # fmt: skip
+    """The next r of each group of a panel, for its other programs.
+
+    With δ = ρ scale, S(r + δ) = Σ_j (−1)^j (j + 1) ρ^j M_j. Where the rest of this series after six terms, about
+    7 ρ⁶ M_5² / M_4, is below rounding, its root is the solution; elsewhere Newton's step leads to the next turn.
+    """
+    r = tl.load(radius_at, mask=inside, other=0.0, cache_modifier=".cg")
+    m0 = take(sums, 0, units, PANEL)
+    if SCALAR:
+        new = tl.maximum((r + k) * tl.sqrt(m0) - k, 0.0)
+        # known well, or zero for certain
+        close = (m0 < LARGEST_PART) & ((m0 > 1e-3) | (r == 0))
+    else:
+        scale = tl.load(scale_at, mask=inside, other=1.0, cache_modifier=".cg")
+        m1 = take(sums, 1, units, PANEL)
+        m2 = take(sums, 2, units, PANEL)
+        m3 = take(sums, 3, units, PANEL)
+        m4 = take(sums, 4, units, PANEL)
+        m5 = take(sums, 5, units, PANEL)
+        known = (m1 > 0) & (tl.maximum(tl.maximum(m2, m3), tl.maximum(m4, m5)) < KNOWN)
+        least = -r / scale  # r + δ = 0
+        newton = tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0)
+        rho = tl.maximum(newton, least)
+        for _ in tl.static_range(3):
+            s = m0 + rho * (-2 * m1 + rho * (3 * m2 + rho * (-4 * m3 + rho * (5 * m4 - 6 * rho * m5))))
+            t = m1 + rho * (-3 * m2 + rho * (6 * m3 + rho * (-10 * m4 + 15 * rho * m5)))
+            rho = tl.where((s > 0) & (t > 0), tl.maximum(rho + (s / t) * (tl.sqrt(s) - 1), least), newton)
+        rest = 7 * rho * rho * rho * rho * rho * rho * m5 * (m5 / tl.maximum(m4, 1e-30))
+        close = known & (rest <= m1 * ROUNDING)
+        rho = tl.where(close, rho, tl.minimum(newton, 30.0))
+        stays = (r == 0) & (m0 <= 1)
+        new = tl.where(stays, 0.0, tl.maximum(r + rho * scale, 0.0))
+        close = close | stays | (tl.abs(m0 - 1) <= ROUNDING)
+        # the next scale is a quarter of the mean of r + k that S/T is
+        mean = tl.where(m1 > 0, m0 / m1, 4.0)
+        tl.store(scale_at, 0.25 * scale * tl.minimum(tl.maximum(mean, 0.1), 40.0), mask=inside)
+    tl.store(radius_at, new, mask=inside)
+    moving = tl.max(tl.where(close, 0, tl.where(inside, 1, 0)), 0)
+    tl.debug_barrier()
+    tl.atomic_xchg(counter + 1, 2 * (turn + 1) + moving)
+
+
+@triton.jit
+def step_panels(
+    work, table, scalars, finite, counters, partials, max_iters,
+    METHOD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, MAXIMIZE: tl.constexpr,
+    AMSGRAD: tl.constexpr, MASTER: tl.constexpr, AVERAGED: tl.constexpr, SKIP: tl.constexpr,
+    SCALAR: tl.constexpr, ENTRIES: tl.constexpr, RUN_LENGTH: tl.constexpr,
+    HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A step on tensors of rows, in two turns over each tile: the sums first, the solution once they are complete.
+
+    A panel is COLUMNS groups: RUN_LENGTH tiles side by side, and as many below each other as the rows need. Programs
+    begin in the order of the work list, in which the second turn of a panel comes when the first is long done and the
+    tensors are still in the cache; those waited for have begun, or will once earlier ones end.
+    """
+    if SKIP:
+        if tl.load(finite) == 0:
+            return
+    at = work + tl.program_id(0) * WORK
+    tensor = tl.load(at + TENSOR)
+    start = tl.load(at + FIRST)
+    row = table + tensor * TABLE
+    scalar = scalars + tl.load(at + CLOCK) * SCALARS
+    counter = counters + tl.load(at + COUNTER)
+    sums = partials + tl.load(at + PARTIAL)
+    groups = tl.load(row + GROUPS).to(tl.int32)
+    rows = tl.load(row + ROWS).to(tl.int32)
+    ACROSS: tl.constexpr = COLUMNS * RUN_LENGTH
+    shares = (rows + HEIGHT - 1) // HEIGHT
+    units = 1.0 / (shares * RUN_LENGTH) * UNITS
+
+    i = (tl.load(at + SHARE) * HEIGHT + tl.arange(0, HEIGHT))[:, None]
+    j = start + tl.arange(0, COLUMNS)
+    width = groups * RUN_LENGTH
+    if ALIGNED:
+        width = tl.multiple_of(width, 4)
+    inside = j < width
+    mask = (i < rows) & inside[None, :]
+    if WIDE:
+        i = i.to(tl.int64)
+    off = i * width + j[None, :]
+    radius_at = address(row, RADIUS, tl.float32, False)
+    scale_at = address(row, SCALE, tl.float32, False)
+    mine = j // RUN_LENGTH
+    panel = start // ACROSS
+    all_at = panel * COLUMNS + tl.arange(0, COLUMNS)  # the panel's groups
+    place = mine - panel * COLUMNS
+    tiles = tl.minimum(tl.cdiv(width - panel * ACROSS, COLUMNS), RUN_LENGTH) * shares
+    kappa = tl.load(scalar + KAPPA)
+    k0 = kappa / tl.load(scalar + METRIC)  # under a scalar metric
+
+    if tl.load(at + ROLE) == 0:
+        x, h = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
+        if kappa > 0:
+            if ENTRIES:
+                x = soft(x, tl.load(scalar + ENTRY_KAPPA) / h)
+            k = tl.maximum(kappa / h, LEAST_K)
+            r = tl.load(radius_at + mine, mask=inside, other=1.0)
+            scale = tl.load(scale_at + mine, mask=inside, other=1.0)
+            add_moments(x, k, r, scale, sums, place, inside, units, SCALAR, COLUMNS)
+            tl.debug_barrier()
+            if tl.atomic_add(counter, 1) == tiles - 1:
+                tl.debug_barrier()
+                conclude(
+                    radius_at + all_at, scale_at + all_at, all_at < groups, sums, counter, 0, units, k0,
+                    SCALAR, COLUMNS,
+                )  # fmt: skip
+    else:
+        x, h = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, False, MAXIMIZE, AMSGRAD)
+        if ENTRIES:
+            x = soft(x, tl.load(scalar + ENTRY_KAPPA) / h)
+        z = x
+        if kappa > 0:
+            k = tl.maximum(kappa / h, LEAST_K)
+            code = tl.atomic_add(counter + 1, 0)
+            while code < 2:
+                code = tl.atomic_add(counter + 1, 0)
+            tl.debug_barrier()
+            r = tl.load(radius_at + mine, mask=inside, other=1.0, cache_modifier=".cg")
+            turn = 1
+            while (turn < max_iters) & (code % 2 > 0):
+                scale = tl.load(scale_at + mine, mask=inside, other=1.0, cache_modifier=".cg")
+                add_moments(x, k, r, scale, sums, place, inside, units, SCALAR, COLUMNS)
+                tl.debug_barrier()
+                if tl.atomic_add(counter, 1) == tiles * (turn + 1) - 1:
+                    tl.debug_barrier()
+                    conclude(
+                        radius_at + all_at, scale_at + all_at, all_at < groups, sums, counter, turn, units, k0,
+                        SCALAR, COLUMNS,
+                    )  # fmt: skip
+                code = tl.atomic_add(counter + 1, 0)
+                while code < 2 * (turn + 1):
+                    code = tl.atomic_add(counter + 1, 0)
+                tl.debug_barrier()
+                r = tl.load(radius_at + mine, mask=inside, other=1.0, cache_modifier=".cg")
+                turn += 1
+            z = x * (r[None, :] / (r[None, :] + k))
+        deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)

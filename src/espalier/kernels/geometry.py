@@ -13,6 +13,8 @@ from espalier.partition import Partition
 # Entries of a tile: x and k of that many stay in a program's registers.
 _ENTRIES = 8192
 _WARPS = 8
+# Height, columns, warps and registers of a panel's tiles
+PANEL = (32, 64, 4, 96)
 # A group's neighbouring entries in a row: up to this many a tile has columns of several groups, above it rows.
 _LONG_RUN = 64
 
@@ -60,16 +62,22 @@ def geometry(groups: Partition, shape: tuple[int, ...], stride: tuple[int, ...])
 
 @dataclass(frozen=True)
 class Tile:
-    """`axis` 0: `height` rows of `columns` columns that hold whole groups of `run` each; a large group's rows are
-    shared by several programs. `axis` 1: `height` groups of `columns` entries each, likewise."""
+    """What a program works on.
+
+    axis 0: `height` rows of `columns` columns, a group being `run` neighbouring columns. With `panel`, programs go over
+    it twice and a panel of `columns` groups is shared by many of them; otherwise it holds whole groups.
+    axis 1: `height` groups of `columns` entries each. Where `shared`, a group's entries are spread over programs.
+    """
 
     axis: int
     run: int
     height: int
     columns: int
     warps: int
-    single: bool
-    shared: bool
+    registers: int | None = None
+    panel: bool = False
+    shared: bool = False
+    single: bool = True
 
     @property
     def groups(self) -> int:
@@ -82,35 +90,42 @@ class Tile:
         return self.columns if self.axis == 0 else self.height
 
     def shares(self, at: Geometry) -> int:
-        """How many programs share a tile's groups."""
+        """How many programs a group's entries are spread over, but for the columns of a panel."""
         return math.ceil(at.rows / self.height) if self.axis == 0 else math.ceil(at.rows * at.run / self.columns)
 
 
-def tile_of(at: Geometry, processors: int | None) -> Tile | None:
+def tile_of(at: Geometry, convex: bool, processors: int | None) -> Tile | None:
     """The tile for a geometry; None where a group is too large for all processors together.
 
-    Without `processors`, in the interpreter, programs run one after the other and a tile holds any group whole.
+    Without `processors`, in the interpreter, programs run one after the other and none may wait for another.
     """
-    most = _ENTRIES if processors else power_of_two(at.rows) * power_of_two(at.groups * at.run)
     if at.rows == 1 or at.run > _LONG_RUN:
-        size = at.rows * at.run
-        columns = power_of_two(size)
-        shared = columns > most
-        if shared:
-            columns = 2048
-            while columns < most and math.ceil(size / columns) > processors:
-                columns *= 2
-        tile = Tile(1, 1, max(1, _ENTRIES // columns), columns, _WARPS, at.rows == 1, shared)
-    else:
-        columns = 32 if at.run == 1 else max(64, power_of_two(at.run))
+        return _row_tile(at, processors)
+    if convex and (processors or at.run == 1):
+        height = PANEL[0] if processors else power_of_two(at.rows)
+        tile = Tile(0, at.run, height, PANEL[1], PANEL[2], PANEL[3], panel=True)
+        # programs of a panel may wait for each other, and four of them fit a processor
+        return tile if not processors or tile.shares(at) * at.run <= 4 * processors else None
+    columns = 32 if at.run == 1 else max(64, power_of_two(at.run))
+    height = power_of_two(at.rows)
+    if processors:
         height = _ENTRIES // columns
-        if processors is None:
-            height = power_of_two(at.rows)
-        elif at.run == 1:
-            while columns > 8 and math.ceil(at.rows / height) > processors:
-                columns, height = columns // 2, height * 2
-        tile = Tile(0, at.run, height, columns, _WARPS, True, at.rows > height)
-    return tile if tile.shares(at) <= (processors if tile.shared and processors else 1) else None
+        while columns > max(8, at.run) and math.ceil(at.rows / height) > processors:
+            columns, height = columns // 2, height * 2
+    tile = Tile(0, at.run, height, columns, _WARPS, shared=at.rows > height)
+    return tile if tile.shares(at) <= (processors or 1) else None
+
+
+def _row_tile(at: Geometry, processors: int | None) -> Tile | None:
+    size = at.rows * at.run
+    columns = power_of_two(size)
+    if processors and columns > _ENTRIES:
+        columns = 2048
+        while columns < _ENTRIES and math.ceil(size / columns) > processors:
+            columns *= 2
+    height = min(max(1, _ENTRIES // columns), power_of_two(at.groups))
+    tile = Tile(1, 1, height, columns, _WARPS, shared=columns < size, single=at.rows == 1)
+    return tile if tile.shares(at) <= (processors or 1) else None
 
 
 def power_of_two(n: int) -> int:

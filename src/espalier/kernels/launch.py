@@ -18,7 +18,6 @@ from espalier.kernels import device
 from espalier.kernels.geometry import Geometry, Tile, geometry, power_of_two, tile_of
 from espalier.penalties import L1, GroupMCP, SparseGroupLasso
 from espalier.penalties.base import group_weight
-from espalier.solvers import NewtonRaphson
 
 if TYPE_CHECKING:
     from espalier.optim.base import StructuredOptimizer
@@ -28,6 +27,9 @@ Group: TypeAlias = dict[str, Any]
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # entries that a program steps where they do not depend on each other
 _BLOCK, _BLOCK_WARPS = 2048, 8
+# programs between the first and the second turn over a panel: enough to find its sums complete, few enough to find its
+# tensors in the cache
+LAG = 1000
 # which of a parameter's tensors stands in which column of the table
 _COLUMNS = {
     "weight": device.WEIGHT,
@@ -39,6 +41,7 @@ _COLUMNS = {
     "square_average": device.SQUARES,
     "square_max": device.LARGEST,
     "radius": device.RADIUS,
+    "scale": device.SCALE,
 }
 
 
@@ -71,6 +74,62 @@ class Launch:
     counters: Tensor
     partials: Tensor
     most: int
+
+
+class Agenda:
+    """The programs of one launch, in order."""
+
+    def __init__(self, tile: Tile | None, start: int) -> None:
+        self.tile, self.start = tile, start
+        self.counters = 1  # the first hands out tickets
+        self.partials, self.most = 0, 1
+        self.dtype = torch.int64 if tile and tile.panel else torch.float32
+        self._programs: list[Tensor] = []
+        self._panels: list[Tensor] = []
+
+    def add(self, row: int, slab: Slab) -> None:
+        """The programs of one row of the table."""
+        at, tile = slab.geometry, self.tile
+        if tile is None:
+            across, shares, step = math.ceil(at.run / _BLOCK), 1, 1
+        elif tile.panel:
+            across, shares, step = math.ceil(at.groups * at.run / tile.columns), tile.shares(at), tile.columns
+        else:
+            across, shares, step = math.ceil(at.groups / tile.groups), tile.shares(at), tile.groups
+        programs = torch.zeros(across, shares, device.WORK.value, dtype=torch.int32)
+        each = torch.arange(across).unsqueeze(1)
+        programs[..., device.TENSOR.value] = row
+        programs[..., device.FIRST.value] = each * step
+        programs[..., device.CLOCK.value] = slab.parameter
+        programs[..., device.SHARE.value] = torch.arange(shares)
+        programs[..., device.SHARES.value] = shares
+        if tile is not None and (tile.panel or tile.shared):
+            if tile.panel:
+                each = each // at.run
+                room, sharing = 4 * tile.columns, 2
+            else:
+                room, sharing = 4 * shares * tile.width, 1
+            programs[..., device.COUNTER.value] = self.counters + sharing * each
+            programs[..., device.PARTIAL.value] = self.partials + room * each
+            if tile.panel:
+                self._panels.append((programs[..., device.COUNTER.value]).flatten())
+            count = int(each[-1]) + 1
+            self.counters += sharing * count
+            self.partials += room * count
+            self.most = max(self.most, shares)
+        self._programs.append(programs.flatten(0, 1))
+
+    def programs(self) -> Tensor:
+        """The work list."""
+        programs = torch.cat(self._programs)
+        if self.tile is None or not self.tile.panel:
+            return programs
+        panel = torch.cat(self._panels)  # counts up along the list
+        again = programs.clone()
+        again[:, device.ROLE.value] = 1
+        last = torch.searchsorted(panel, panel, right=True)  # of the panel's programs, in the first turn
+        order = torch.cat([torch.arange(len(panel)) * 2, (last + LAG) * 2 + 1]).argsort(stable=True)
+        return torch.cat([programs, again])[order]
 
 
 class Plan:
@@ -117,32 +176,41 @@ class Plan:
         for k in (*self._optimizer._buffers(self._group), *(["master"] if "master" in state else [])):
             if not same_order(state[k], p):
                 state[k] = torch.empty_like(p, dtype=state[k].dtype).copy_(state[k])
-        if not (self._entrywise or self._optimizer.scalar_metric):
-            count = self._optimizer._partition(self._group, p).count
-            if state.get("radius") is None or len(state["radius"]) != count:
-                state["radius"] = torch.zeros(count, device=p.device)
+        if not self._entrywise:
+            groups = self._optimizer._partition(self._group, p)
+            radius = state.get("radius")
+            if radius is None or radius.shape[1] != groups.count:
+                norms = groups.norm(groups.split(state.get("master", p))).reshape(-1)
+                state["radius"] = torch.stack([norms, norms.clamp(min=1e-6) / 4])
 
     def _slabs(self, i: int) -> Iterator[tuple[Bucket, Slab]]:
         p, optimizer = self._params[i], self._optimizer
         groups = optimizer._partition(self._group, p)
         state = optimizer.state[p]
         tensors = {"weight": state.get("master", p), "param": p}
-        tensors |= {k: state[k] for k in (*optimizer._buffers(self._group), "radius") if k in state}
+        tensors |= {k: state[k] for k in optimizer._buffers(self._group)}
+        if not self._entrywise:
+            tensors["radius"], tensors["scale"] = state["radius"]
         at = Geometry(1, 1, 1, p.numel()) if self._entrywise else geometry(groups, tuple(p.shape), p.stride())
         assert at is not None
         for part in range(at.batch):
             start = part * (p.numel() // at.batch)
             row = [0] * device.TABLE.value
             for name, x in tensors.items():
-                first = part * at.groups if name == "radius" else start
+                first = part * at.groups if name in ("radius", "scale") else start
                 row[_COLUMNS[name].value] = x.data_ptr() + first * x.element_size()
             row[device.ROWS.value], row[device.GROUPS.value], row[device.RUN.value] = at.rows, at.groups, at.run
-            tile = None if self._entrywise else tile_of(at, processors(p.device))
+            tile = None if self._entrywise else self._tile(at, p)
             lengths = [at.run] if tile is None or tile.axis else [at.groups * at.run, tile.groups * tile.run]
+            if tile is not None and tile.panel:
+                lengths = [at.groups * at.run]
             addresses = row[: device.RADIUS.value]
             aligned = all(a % 16 == 0 for a in addresses) and all(n % 4 == 0 for n in lengths)
             bucket = Bucket(p.dtype, aligned, p.numel() >= 2**31, tile)
             yield bucket, Slab(i, start * p.element_size(), tuple(row), at)
+
+    def _tile(self, at: Geometry, p: Tensor) -> Tile | None:
+        return tile_of(at, self._group["penalty"].convex, processors(p.device))
 
     def _clock(self, i: int) -> list[int]:
         p, penalty = self._params[i], self._group["penalty"]
@@ -156,36 +224,26 @@ class Plan:
 
     def _schedule(self, buckets: dict[Bucket, list[Slab]]) -> tuple[Tensor, list[Launch]]:
         row = 0
-        lists: list[tuple[Bucket, Tensor, int, int, int]] = []
+        launches = []
+        counted = 0
         for bucket, slabs in buckets.items():
-            tile = bucket.tile
-            counters, partials, most, parts = 1, 0, 1, list[Tensor]()
+            agenda = Agenda(bucket.tile, counted)
             for slab in slabs:
-                at = slab.geometry
-                shares = 1 if tile is None else tile.shares(at)
-                tiles = math.ceil(at.run / _BLOCK) if tile is None else math.ceil(at.groups / tile.groups)
-                programs = torch.zeros(tiles, shares, device.WORK.value, dtype=torch.int32)
-                each = torch.arange(tiles).unsqueeze(1)
-                programs[..., device.TENSOR.value] = row
-                programs[..., device.FIRST.value] = each * (1 if tile is None else tile.groups)
-                programs[..., device.CLOCK.value] = slab.parameter
-                if tile is not None and tile.shared:
-                    room = 4 * shares * tile.width
-                    programs[..., device.SHARE.value] = torch.arange(shares)
-                    programs[..., device.SHARES.value] = shares
-                    programs[..., device.COUNTER.value] = counters + each
-                    programs[..., device.PARTIAL.value] = partials + each * room
-                    counters, partials, most = counters + tiles, partials + tiles * room, max(most, shares)
-                parts.append(programs.flatten(0, 1))
+                agenda.add(row, slab)
                 row += 1
-            lists.append((bucket, torch.cat(parts), counters, partials, power_of_two(most)))
-        counted = torch.zeros(sum(n for _, _, n, _, _ in lists), dtype=torch.int32, device=self._device)
-        views = counted.split([n for _, _, n, _, _ in lists])
-        launches = [
-            Launch(bucket, _upload(work, self._device), view, torch.empty(partials, device=self._device), most)
-            for (bucket, work, _, partials, most), view in zip(lists, views, strict=True)
+            counted += agenda.counters
+            launches.append((bucket, agenda))
+        counters = torch.zeros(counted, dtype=torch.int32, device=self._device)
+        return counters, [
+            Launch(
+                bucket=bucket,
+                work=_upload(agenda.programs(), self._device),
+                counters=counters[agenda.start :],
+                partials=torch.zeros(agenda.partials, dtype=agenda.dtype, device=self._device),
+                most=power_of_two(agenda.most),
+            )
+            for bucket, agenda in launches
         ]
-        return counted, launches
 
     def _pinned_rows(self) -> Tensor:
         rows = torch.tensor([slab.row for slab in self._slabs_in_order])
@@ -218,7 +276,12 @@ class Plan:
         """The structured point into the parameters."""
         if not self._grads:  # the table was never written: any address does for what is not read
             self._point_at(self._params, capturing=False)
+        # where Newton begins is for the steps alone to say
+        radii = [state["radius"] for p in self._params if "radius" in (state := self._optimizer.state[p])]
+        saved = [r.clone() for r in radii]
         self._run(None, update=False)
+        for r, before in zip(radii, saved, strict=True):
+            r.copy_(before)
 
     def _run(self, finite: Tensor | None, update: bool) -> None:
         optimizer, group = self._optimizer, self._group
@@ -254,15 +317,22 @@ class Plan:
                     )
                 else:
                     tile = bucket.tile
-                    solver = optimizer._solver(group)
-                    device.step_groups[(len(launch.work),)](
+                    kernel, more = device.step_panels, dict[str, Any]()
+                    if not tile.panel:
+                        kernel = device.step_groups
+                        more = {
+                            "CONCAVE": isinstance(penalty, GroupMCP),
+                            "AXIS": tile.axis,
+                            "SHARED": tile.shared,
+                            "MOST": launch.most,
+                            "SINGLE": tile.single,
+                        }
+                    kernel[(len(launch.work),)](
                         launch.work, self._table, self._scalars, finite, launch.counters, launch.partials,
-                        getattr(solver, "max_iters", 1),
-                        **kind, SCALAR=optimizer.scalar_metric, CONCAVE=isinstance(penalty, GroupMCP),
-                        ENTRIES=isinstance(penalty, SparseGroupLasso), ON_S=isinstance(solver, NewtonRaphson),
-                        AXIS=tile.axis, RUN_LENGTH=tile.run, HEIGHT=tile.height, COLUMNS=tile.columns,
-                        SHARED=tile.shared, MOST=launch.most, SINGLE=tile.single, WIDE=bucket.wide,
-                        num_warps=tile.warps,
+                        getattr(optimizer._solver(group), "max_iters", 100),
+                        **kind, **more, SCALAR=optimizer.scalar_metric, ENTRIES=isinstance(penalty, SparseGroupLasso),
+                        RUN_LENGTH=tile.run, HEIGHT=tile.height, COLUMNS=tile.columns, WIDE=bucket.wide,
+                        num_warps=tile.warps, maxnreg=tile.registers,
                     )  # fmt: skip
 
     def _set_options(self) -> tuple[Tensor, Tensor, Tensor]:
