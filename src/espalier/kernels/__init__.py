@@ -36,6 +36,8 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return f"there is no kernel for {type(penalty).__name__}"
     if penalty is not None and not isinstance(optimizer._solver(group), _SOLVERS):
         return f"there is no kernel for {type(optimizer._solver(group)).__name__}"
+    if torch.version.hip:
+        return "the kernels are for NVIDIA GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed"
     from espalier.kernels import launch
@@ -53,7 +55,7 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return f"its memory, with strides {p.stride()}, has gaps or another order than its groups"
     if isinstance(penalty, L1 | None):
         return None
-    if launch.tile_of(at, penalty.convex, launch.processors(p.device)) is None:
+    if launch.tile_of(at, launch.processors(p.device)) is None:
         return f"its groups of {at.rows * at.run} entries are too large"
     return None
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
 # columns of the table of tensors: addresses, then lengths
 GRAD = tl.constexpr(0)
 WEIGHT = tl.constexpr(1)
@@ -65,10 +67,8 @@ TENSOR = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 SHARE = tl.constexpr(2)
 SHARES = tl.constexpr(3)
-COUNTER = tl.constexpr(4)
-PARTIAL = tl.constexpr(5)
-CLOCK = tl.constexpr(6)
-ROLE = tl.constexpr(7)
+PANEL = tl.constexpr(4)
+CLOCK = tl.constexpr(5)
 WORK = tl.constexpr(8)
 
 # k and x/(r + k) are kept within these, so that no sum of their powers leaves float32's range. Both only bend the
@@ -79,13 +79,13 @@ LARGEST_Q = tl.constexpr(1e6)
 SHORT = tl.constexpr(1.7e-4)
 # S = 1 but for rounding
 ROUNDING = tl.constexpr(2e-6)
-# Sums over programs are integers: the first two in units of 1/FINE, no part counting for more than LARGEST_PART, the
-# higher moments so that no part counts for more than LARGEST_HIGHER; one below KNOWN has lost nothing to that
-FINE = tl.constexpr(2.0**32)
-LARGEST_PART = tl.constexpr(2.0**20)
-LARGEST_HIGHER = tl.constexpr(2.0)
-KNOWN = tl.constexpr(1.9)
+# Sums over programs are integers, whose order does not matter. The first turn's have units for which no part above
+# LARGEST_PART counts; a sum below KNOWN has lost nothing to that. Later turns have room for more.
 UNITS = tl.constexpr(2.0**29)
+LARGEST_PART = tl.constexpr(2.0)
+KNOWN = tl.constexpr(1.9)
+FINE = tl.constexpr(2.0**32)
+LARGEST_LATER = tl.constexpr(2.0**20)
 
 
 @triton.jit(do_not_specialize=["tensors", "counted"])
@@ -169,7 +169,7 @@ def pose(
     METHOD: tl.constexpr, GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr,
     MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr,
 ):  # fmt: skip
-    """Let the gradient into the sums; x = a − d/H and H (a scalar for RMDA and ProxSGD)."""
+    """Let the gradient into the sums; x = a − d/H and 1/H (a scalar for RMDA and ProxSGD)."""
     metric = tl.load(scalar + METRIC)
     sum_at = address(row, SUM, tl.float32, ALIGNED) + off
     d = tl.load(sum_at, mask=mask, other=0.0)
@@ -188,7 +188,7 @@ def pose(
         a = tl.load(address(row, ANCHOR, tl.float32, ALIGNED) + off, mask=mask, other=0.0)  # W⁰
     else:
         a = tl.load(address(row, WEIGHT, tl.float32, ALIGNED) + off, mask=mask, other=0.0)
-    h = metric
+    inverse = 1 / metric
     if METHOD == "ramda" or METHOD == "prox_gen":
         squares_at = address(row, SQUARES, tl.float32, ALIGNED) + off
         u = tl.load(squares_at, mask=mask, other=1.0)
@@ -196,7 +196,7 @@ def pose(
             if UPDATE:
                 u += gain * g * g  # U_t = U_{t−1} + s_t g_t²
                 tl.store(squares_at, u, mask=mask)
-            h = cube_root(u) + metric  # ∛U_t + ε
+            inverse = reciprocal(cube_root(u) + metric)  # of ∛U_t + ε
         else:
             if UPDATE:
                 u = tl.load(scalar + SQUARE_KEEP) * u + tl.load(scalar + SQUARE_GAIN) * g * g
@@ -206,16 +206,27 @@ def pose(
                 u = tl.maximum(u, tl.load(largest_at, mask=mask, other=0.0))
                 if UPDATE:
                     tl.store(largest_at, u, mask=mask)
-            h = tl.sqrt(u) * tl.load(scalar + METRIC_SCALE) + metric  # √v̂ + eps
+            inverse = reciprocal(tl.sqrt(u) * tl.load(scalar + METRIC_SCALE) + metric)  # of √v̂ + eps
             a *= tl.load(scalar + DECAY)
-    return a - tl.load(scalar + PULL) * d / h, h
+    return a - tl.load(scalar + PULL) * d * inverse, inverse
+
+
+@triton.jit
+def reciprocal(x):
+    """1/x in one instruction, to its last bit or two."""
+    if INTERPRETED:
+        return 1 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def cube_root(u):
     """∛u: a first guess to 2e-6, and one step of Newton's to rounding."""
     y = tl.exp2(tl.log2(u) * (1 / 3))
-    return tl.where(u > 0, y - (y - u / (y * y)) * (1 / 3), 0.0)
+    return tl.where(u > 0, y - (y - u * reciprocal(y * y)) * (1 / 3), 0.0)
 
 
 @triton.jit
@@ -225,8 +236,17 @@ def soft(x, threshold):
 
 
 @triton.jit
+def weights(row, off, mask, x, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, AVERAGED: tl.constexpr):
+    """w, where it is needed."""
+    if UPDATE and AVERAGED:
+        return tl.load(address(row, WEIGHT, tl.float32, ALIGNED) + off, mask=mask, other=0.0)
+    else:
+        return x
+
+
+@triton.jit
 def deliver(
-    row, scalar, z, off, mask,
+    row, scalar, w, z, off, mask,
     PARAM_TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, MASTER: tl.constexpr,
     AVERAGED: tl.constexpr,
 ):  # fmt: skip
@@ -235,8 +255,7 @@ def deliver(
         weight_at = address(row, WEIGHT, tl.float32, ALIGNED) + off
         if AVERAGED:
             c = tl.load(scalar + AVERAGING)
-            if c < 1:
-                z = (1 - c) * tl.load(weight_at, mask=mask, other=0.0) + c * z
+            z = tl.where(c < 1, (1 - c) * w + c * z, z)
         tl.store(weight_at, z, mask=mask)
     if MASTER or not UPDATE:
         tl.store(address(row, PARAM, PARAM_TYPE, ALIGNED) + off, z.to(PARAM_TYPE), mask=mask)
@@ -257,175 +276,14 @@ def step_entries(
     row = table + tensor * TABLE
     scalar = scalars + tl.load(at + CLOCK) * SCALARS
     off = tl.load(at + FIRST).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = off < tl.load(row + RUN)
-    x, h = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
-    z = soft(x, tl.load(scalar + ENTRY_KAPPA) / h)
-    deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
-
-
-@triton.jit
-def over_groups(v, AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Σ over each group's part of the tile, one value a column (a row, for AXIS 1)."""
-    v = tl.sum(v, AXIS)
-    if RUN_LENGTH > 1:
-        group = tl.arange(0, COLUMNS) // RUN_LENGTH
-        v = tl.sum(tl.where(group[:, None] == group[None, :], v[None, :], 0.0), 1)
-    return v
-
-
-@triton.jit
-def over_programs(s, t, partial, counter, share, shares, turn, WIDTH: tl.constexpr, MOST: tl.constexpr):
-    """Two sums over the programs that share these groups, the same to the bit in each of them."""
-    lane = tl.arange(0, WIDTH)
-    # a program may be one turn ahead of another, never two: two slots
-    slot = partial + (turn % 2) * shares * 2 * WIDTH
-    tl.store(slot + share * 2 * WIDTH + lane, s)
-    tl.store(slot + (share * 2 + 1) * WIDTH + lane, t)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter, 1) + 1
-    while arrived < shares * (turn + 1):
-        arrived = tl.atomic_add(counter, 0)
-    tl.debug_barrier()
-    each = tl.arange(0, MOST)[:, None]
-    at = slot + each * 2 * WIDTH + lane[None, :]
-    s = tl.sum(tl.load(at, mask=each < shares, other=0.0, cache_modifier=".cg"), 0)
-    t = tl.sum(tl.load(at + WIDTH, mask=each < shares, other=0.0, cache_modifier=".cg"), 0)
-    return s, t
-
-
-@triton.jit
-def along(v, AXIS: tl.constexpr):
-    """Values per group, broadcastable to the tile."""
-    return v[None, :] if AXIS == 0 else v[:, None]
-
-
-@triton.jit(do_not_specialize=["max_iters"])
-def step_groups(
-    work, table, scalars, finite, counters, partials, max_iters,
-    METHOD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, MAXIMIZE: tl.constexpr,
-    AMSGRAD: tl.constexpr, MASTER: tl.constexpr, AVERAGED: tl.constexpr, SKIP: tl.constexpr,
-    SCALAR: tl.constexpr, CONCAVE: tl.constexpr, ENTRIES: tl.constexpr,
-    AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
-    SHARED: tl.constexpr, MOST: tl.constexpr, SINGLE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """A step on a block of groups.
-
-    AXIS 0: the tensor as rows of G · RUN_LENGTH columns; a group is RUN_LENGTH neighbouring columns, and the tile is
-    HEIGHT rows of as many whole groups as COLUMNS hold. AXIS 1: a group is the row of a tile, its entries in runs.
-    """
-    if SKIP:
-        if tl.load(finite) == 0:
-            return
-    ticket = tl.program_id(0)
-    if SHARED:
-        # in the order in which programs begin, so that those waited for have begun or will once others end
-        ticket = tl.atomic_add(counters, 1)
-    at = work + ticket * WORK
-    tensor = tl.load(at + TENSOR)
-    first = tl.load(at + FIRST)
-    share = tl.load(at + SHARE)
-    row = table + tensor * TABLE
-    scalar = scalars + tl.load(at + CLOCK) * SCALARS
-    groups = tl.load(row + GROUPS).to(tl.int32)
-    if AXIS == 0:
-        USED: tl.constexpr = COLUMNS // RUN_LENGTH * RUN_LENGTH
-        i = (share * HEIGHT + tl.arange(0, HEIGHT))[:, None]
-        j = tl.arange(0, COLUMNS)
-        width = groups * RUN_LENGTH
-        start = first * RUN_LENGTH
-        if ALIGNED:
-            width = tl.multiple_of(width, 4)
-            start = tl.multiple_of(start, 4)
-        inside = start + j < width
-        if USED < COLUMNS:
-            inside = inside & (j < USED)
-        mask = (i < tl.load(row + ROWS).to(tl.int32)) & inside[None, :]
-        if WIDE:
-            i = i.to(tl.int64)
-        off = i * width + (start + j)[None, :]
-        group = first + j // RUN_LENGTH
-        leads = inside & (j % RUN_LENGTH == 0)
-        WIDTH: tl.constexpr = COLUMNS
-    else:
-        group = first + tl.arange(0, HEIGHT)
-        n = (share * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-        run = tl.load(row + RUN).to(tl.int32)
-        if ALIGNED:
-            run = tl.multiple_of(run, 4)
-        inside = group < groups
-        leads = inside
-        start = group[:, None]
-        if WIDE:
-            start = start.to(tl.int64)
-        if SINGLE:
-            mask = inside[:, None] & (n < run)
-            off = start * run + n
-        else:
-            mask = inside[:, None] & (n < tl.load(row + ROWS).to(tl.int32) * run)
-            off = (start + n // run * groups) * run + n % run
-        WIDTH: tl.constexpr = HEIGHT
-
-    x, h = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
-    if ENTRIES:
-        x = soft(x, tl.load(scalar + ENTRY_KAPPA) / h)
-    kappa = tl.load(scalar + KAPPA)
-    flat = tl.load(scalar + FLAT)
-    if SHARED:
-        counter = counters + tl.load(at + COUNTER)
-        shares = tl.load(at + SHARES)
-        partial = partials + tl.load(at + PARTIAL)
-    if kappa > 0:
-        k = tl.maximum(kappa / h, LEAST_K)
-        if SCALAR:
-            q = tl.minimum(tl.abs(x) / k, LARGEST_Q)
-            s = over_groups(q * q, AXIS, RUN_LENGTH, COLUMNS)
-            if SHARED:
-                s, _ = over_programs(s, s, partial, counter, share, shares, 0, WIDTH, MOST)
-            z = x * along(scalar_factor(tl.sqrt(s), flat / k, CONCAVE), AXIS)
-        else:
-            radius_at = address(row, RADIUS, tl.float32, False) + group
-            if CONCAVE:
-                r = tl.zeros([WIDTH], tl.float32)  # from the left only
-            else:
-                r = tl.load(radius_at, mask=inside, other=0.0)
-            # a penalty that ends at R lowers the metric: D/h = (1 − k/R) r + k
-            e = 1 - k / flat if CONCAVE else 1.0
-            # r before the numbers: Triton 3.6 and 3.7 fail on a loop that carries them in another order
-            turn = 0
-            moving = 1
-            while (turn < max_iters) & (moving > 0):
-                inverse = 1 / (e * along(r, AXIS) + k)
-                q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
-                s = over_groups(q * q, AXIS, RUN_LENGTH, COLUMNS)  # S = Σ b²/D²
-                t = over_groups(q * q * (e * inverse), AXIS, RUN_LENGTH, COLUMNS)  # T = Σ h b²/D³
-                if SHARED:
-                    s, t = over_programs(s, t, partial, counter, share, shares, turn, WIDTH, MOST)
-                move = (s / t) * (tl.sqrt(s) - 1)
-                new = tl.maximum(r + move, 0.0)
-                if CONCAVE:
-                    # f has stopped rising, or r has left the region: no inner minimum but 0
-                    new = tl.where(s > 1, tl.where(t > 0, tl.minimum(new, flat), flat), r)
-                new = tl.where(s > 0, new, s)  # NaN stays NaN
-                near = tl.where(turn > 4, ROUNDING, 0.0)
-                settled = (tl.abs(new - r) <= new * SHORT) | (tl.abs(s - 1) <= near) | (new != new)
-                moving = tl.max(tl.where(settled, 0, 1), 0)
-                r = new
-                turn += 1
-            if UPDATE:
-                tl.store(radius_at, r, mask=leads)
-            z = x * (along(r, AXIS) / (e * along(r, AXIS) + k))
-            if CONCAVE:
-                # x = b/h, where the penalty is constant, if it lies there and has the lower objective:
-                # Q(inner) − Q(outer) = ½ Σ h (x − z)² + κ r (1 − r/2R) − ½ κ R, here in units of κ R
-                outer = over_groups((x / flat) * (x / flat), AXIS, RUN_LENGTH, COLUMNS)
-                gain = over_groups(((x - z) / flat) * ((x - z) / k), AXIS, RUN_LENGTH, COLUMNS)
-                if SHARED:
-                    outer, gain = over_programs(outer, gain, partial, counter, share, shares, turn, WIDTH, MOST)
-                inner = r / flat
-                z = tl.where(along((outer >= 1) & (gain + inner * (2 - inner) > 1), AXIS), x, z)
-    else:
-        z = x
-    deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
+    n = tl.load(row + RUN)
+    if ALIGNED:
+        n = n // 4 * 4  # seen to be one, so that loads are of 16 bytes
+    mask = off < n
+    x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
+    w = weights(row, off, mask, x, ALIGNED, UPDATE, AVERAGED)
+    z = soft(x, tl.load(scalar + ENTRY_KAPPA) * inverse)
+    deliver(row, scalar, w, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
 
 
 @triton.jit
@@ -439,193 +297,365 @@ def scalar_factor(norm, end, CONCAVE: tl.constexpr):
     return tl.where(norm == norm, factor, norm)  # NaN stays NaN
 
 
-@triton.jit
-def add_up(sums, j: tl.constexpr, v, group, inside, units, PANEL: tl.constexpr):
-    """Let a tile's part into the sum j of each group. In integers the order of the programs does not matter."""
-    v = tl.sum(v, 0)
-    if j < 2:
-        part = (tl.minimum(v, LARGEST_PART) * FINE).to(tl.int64)
-        tl.atomic_add(sums + j * PANEL + group, part, mask=inside, sem="relaxed")
-    else:
-        part = (tl.minimum(v, LARGEST_HIGHER) * units).to(tl.int32)
-        coarse = (sums + 2 * PANEL).to(tl.pointer_type(tl.int32)) + (j - 2) * PANEL
-        tl.atomic_add(coarse + group, part, mask=inside, sem="relaxed")
+# ---------------------------------------------------------------------------------------------------- the next r
 
 
 @triton.jit
-def add_moments(x, k, r, scale, sums, group, inside, units, SCALAR: tl.constexpr, PANEL: tl.constexpr):
-    """A tile's part of the moments M_j = Σ q² y^j at r, with q = x/(r + k) and y = scale/(r + k); S(r) is M_0."""
-    inverse = 1 / (r[None, :] + k)
-    q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
-    q = q * q
-    add_up(sums, 0, q, group, inside, units, PANEL)
-    if not SCALAR:
-        y = scale[None, :] * inverse
-        q = q * y
-        add_up(sums, 1, q, group, inside, units, PANEL)
-        q = q * y
-        add_up(sums, 2, q, group, inside, units, PANEL)
-        q = q * y
-        add_up(sums, 3, q, group, inside, units, PANEL)
-        q = q * y
-        add_up(sums, 4, q, group, inside, units, PANEL)
-        q = q * y
-        add_up(sums, 5, q, group, inside, units, PANEL)
+def newton(r, scale, m0, m1):
+    """Newton's step on f = S^(−1/2) from S = M_0 and T = M_1/scale; whether r is the root, or zero and staying so."""
+    rho = tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0)
+    stays = (r == 0) & (m0 <= 1)
+    new = tl.where(stays, 0.0, tl.maximum(r + tl.minimum(rho, 30.0) * scale, 0.0))
+    return new, stays | (tl.abs(new - r) <= new * SHORT) | (tl.abs(m0 - 1) <= ROUNDING) | (m0 != m0)
 
 
 @triton.jit
-def take(sums, j: tl.constexpr, units, PANEL: tl.constexpr):
-    """The sum j of each group of a panel; zero for the next turn."""
-    if j < 2:
-        at = sums + j * PANEL + tl.arange(0, PANEL)
-        v = tl.load(at, cache_modifier=".cg").to(tl.float32) * (1 / FINE)
-        tl.store(at, tl.zeros([PANEL], tl.int64))
-    else:
-        at = (sums + 2 * PANEL).to(tl.pointer_type(tl.int32)) + (j - 2) * PANEL + tl.arange(0, PANEL)
-        v = tl.load(at, cache_modifier=".cg").to(tl.float32) / units
-        tl.store(at, tl.zeros([PANEL], tl.int32))
+def by_series(r, scale, m0, m1, m2, m3, m4, m5):
+    """The root by the moments M_j at r, where that is near enough; elsewhere Newton's step.
+
+    With δ = ρ scale, S(r + δ) = Σ_j (−1)^j (j + 1) ρ^j M_j; the rest after six terms is about 7 ρ⁶ M_5² / M_4.
+    """
+    new, close = newton(r, scale, m0, m1)
+    least = -r / scale  # r + δ = 0
+    rho = tl.maximum(tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0), least)
+    for _ in tl.static_range(3):
+        s = m0 + rho * (-2 * m1 + rho * (3 * m2 + rho * (-4 * m3 + rho * (5 * m4 - 6 * rho * m5))))
+        t = m1 + rho * (-3 * m2 + rho * (6 * m3 + rho * (-10 * m4 + 15 * rho * m5)))
+        rho = tl.where((s > 0) & (t > 0), tl.maximum(rho + (s / t) * (tl.sqrt(s) - 1), least), 1e3)
+    square = rho * rho
+    rest = 7 * square * square * square * m5 * (m5 / tl.maximum(m4, 1e-30))
+    near = (m1 > 0) & (rest <= m1 * ROUNDING) & (tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)) < KNOWN)
+    near = near & (tl.maximum(m4, m5) < KNOWN) & ((r > 0) | (m0 > 1))
+    return tl.where(near, tl.maximum(r + rho * scale, 0.0), new), near | close
+
+
+@triton.jit
+def next_scale(scale, m0, m1):
+    """A quarter of the mean of r + k that S/T is."""
+    return 0.25 * scale * tl.where(m1 > 0, tl.minimum(tl.maximum(m0 / m1, 0.1), 40.0), 4.0)
+
+
+@triton.jit
+def newton_to_end(r, m0, m1, flat):
+    """Newton's step for a penalty that ends at R, from the left; M_1 is R T.
+
+    From r = 0, whose S may be beyond what sums hold, to a millionth of R first; r √S never passes the root either.
+    """
+    held = tl.maximum(m0, m1) < LARGEST_LATER
+    new = tl.where(held, r + (m0 / m1) * (tl.sqrt(m0) - 1) * flat, r * tl.sqrt(m0))
+    new = tl.where(r > 0, new, 1e-6 * flat)
+    # f has stopped rising, or r has left the region: no inner minimum but 0
+    new = tl.where(m0 > 1, tl.where(m1 > 0, tl.minimum(tl.maximum(new, r), flat), flat), r)
+    return new, (tl.abs(new - r) <= new * SHORT) | (m0 != m0)
+
+
+@triton.jit
+def next_norm(norm, m0):
+    """‖x‖ = norm √M_0 under a scalar metric, M_0 = Σ (x/norm)²; whether it is known well."""
+    known = (m0 > 0.25) & (m0 < KNOWN) | (norm < 1e-25) & (m0 == 0)
+    return norm * tl.maximum(tl.sqrt(m0), 1e-3), known | (m0 != m0)
+
+
+@triton.jit
+def own(v, place, AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr):
+    """Values of a panel's groups for the columns (or rows) of a tile, broadcastable to it."""
+    if AXIS == 0 and RUN_LENGTH > 1:
+        v = tl.gather(v, place, 0)
+    return v[None, :] if AXIS == 0 else v[:, None]
+
+
+# ---------------------------------------------------------------------------------------------------- sums over programs
+
+
+@triton.jit
+def put(sums, j: tl.constexpr, v, place, inside, units, WIDTH: tl.constexpr):
+    """This program's part of a sum of the first turn."""
+    part = (tl.minimum(v, LARGEST_PART) * units).to(tl.int32)
+    tl.atomic_add(sums + j * WIDTH + place, part, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def get(sums, j: tl.constexpr, units, WIDTH: tl.constexpr):
+    """A sum of the first turn."""
+    return tl.load(sums + j * WIDTH + tl.arange(0, WIDTH), cache_modifier=".cg").to(tl.float32) / units
+
+
+@triton.jit
+def put_later(sums, j: tl.constexpr, v, place, inside, WIDTH: tl.constexpr):
+    """This program's part of a sum of a later turn."""
+    part = (tl.maximum(tl.minimum(v, LARGEST_LATER), -LARGEST_LATER) * FINE).to(tl.int64)
+    tl.atomic_add(sums + j * WIDTH + place, part, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def take_later(sums, j: tl.constexpr, WIDTH: tl.constexpr):
+    """A sum of a later turn; zero for the next one."""
+    at = sums + j * WIDTH + tl.arange(0, WIDTH)
+    v = tl.load(at, cache_modifier=".cg").to(tl.float32) * (1 / FINE)
+    tl.store(at, tl.zeros([WIDTH], tl.int64))
     return v
 
 
 @triton.jit
-def conclude(
-    radius_at, scale_at, inside, sums, counter, turn, units, k, SCALAR: tl.constexpr, PANEL: tl.constexpr
-):  # fmt: skip
-    """The next r of each group of a panel, for its other programs.
-
-    With δ = ρ scale, S(r + δ) = Σ_j (−1)^j (j + 1) ρ^j M_j. Where the rest of this series after six terms, about
-    7 ρ⁶ M_5² / M_4, is below rounding, its root is the solution; elsewhere Newton's step leads to the next turn.
-    """
-    r = tl.load(radius_at, mask=inside, other=0.0, cache_modifier=".cg")
-    m0 = take(sums, 0, units, PANEL)
-    if SCALAR:
-        new = tl.maximum((r + k) * tl.sqrt(m0) - k, 0.0)
-        # known well, or zero for certain
-        close = (m0 < LARGEST_PART) & ((m0 > 1e-3) | (r == 0))
-    else:
-        scale = tl.load(scale_at, mask=inside, other=1.0, cache_modifier=".cg")
-        m1 = take(sums, 1, units, PANEL)
-        m2 = take(sums, 2, units, PANEL)
-        m3 = take(sums, 3, units, PANEL)
-        m4 = take(sums, 4, units, PANEL)
-        m5 = take(sums, 5, units, PANEL)
-        known = (m1 > 0) & (tl.maximum(tl.maximum(m2, m3), tl.maximum(m4, m5)) < KNOWN)
-        least = -r / scale  # r + δ = 0
-        newton = tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0)
-        rho = tl.maximum(newton, least)
-        for _ in tl.static_range(3):
-            s = m0 + rho * (-2 * m1 + rho * (3 * m2 + rho * (-4 * m3 + rho * (5 * m4 - 6 * rho * m5))))
-            t = m1 + rho * (-3 * m2 + rho * (6 * m3 + rho * (-10 * m4 + 15 * rho * m5)))
-            rho = tl.where((s > 0) & (t > 0), tl.maximum(rho + (s / t) * (tl.sqrt(s) - 1), least), newton)
-        rest = 7 * rho * rho * rho * rho * rho * rho * m5 * (m5 / tl.maximum(m4, 1e-30))
-        close = known & (rest <= m1 * ROUNDING)
-        rho = tl.where(close, rho, tl.minimum(newton, 30.0))
-        stays = (r == 0) & (m0 <= 1)
-        new = tl.where(stays, 0.0, tl.maximum(r + rho * scale, 0.0))
-        close = close | stays | (tl.abs(m0 - 1) <= ROUNDING)
-        # the next scale is a quarter of the mean of r + k that S/T is
-        mean = tl.where(m1 > 0, m0 / m1, 4.0)
-        tl.store(scale_at, 0.25 * scale * tl.minimum(tl.maximum(mean, 0.1), 40.0), mask=inside)
-    tl.store(radius_at, new, mask=inside)
-    moving = tl.max(tl.where(close, 0, tl.where(inside, 1, 0)), 0)
+def arrive(counter):
+    """Let the others know that this program's parts are there; how many have come."""
     tl.debug_barrier()
-    tl.atomic_xchg(counter + 1, 2 * (turn + 1) + moving)
+    n = tl.atomic_add(counter, 1) + 1
+    tl.debug_barrier()
+    return n
 
 
 @triton.jit
-def step_panels(
-    work, table, scalars, finite, counters, partials, max_iters,
+def wait(counter, least):
+    """Until the counter has come so far; its value."""
+    n = tl.atomic_add(counter, 0)
+    while n < least:
+        n = tl.atomic_add(counter, 0)
+    tl.debug_barrier()
+    return n
+
+
+@triton.jit
+def conclude(
+    radius_at, scale_at, exists, r, scale, sums, flag, turn, flat,
+    SCALAR: tl.constexpr, CONCAVE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A later turn's r, for all programs of the panel, by the last one to arrive."""
+    m0 = take_later(sums, 0, WIDTH)
+    if SCALAR:
+        new, close = next_norm(r, m0)
+    else:
+        m1 = take_later(sums, 1, WIDTH)
+        if CONCAVE:
+            new, close = newton_to_end(r, m0, m1, flat)
+        else:
+            new, close = newton(r, scale, m0, m1)
+            tl.store(scale_at, next_scale(scale, m0, m1), mask=exists)
+    tl.store(radius_at, new, mask=exists)
+    moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 2 * (turn + 1) + moving)
+
+
+@triton.jit
+def choose(radius_at, inside, r, sums, flag, turn, flat, WIDTH: tl.constexpr):
+    """Of a penalty's end: −1 for r where x itself is better, by the last program to arrive."""
+    outer, gain = take_later(sums, 0, WIDTH), take_later(sums, 1, WIDTH)
+    tl.store(radius_at, tl.where(is_better(r, outer, gain, flat), -1.0, r), mask=inside)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 2 * (turn + 1))
+
+
+@triton.jit
+def is_better(r, outer, gain, flat):
+    """Whether x = b/h lies where the penalty is constant and has a lower objective there than z at r:
+
+    Q(z) − Q(x) = ½ Σ h (x − z)² + κ r (1 − r/2R) − ½ κ R, here in units of ½ κ R.
+    """
+    return (outer >= 1) & (gain + r / flat * (2 - r / flat) > 1)
+
+
+# ---------------------------------------------------------------------------------------------------- the step
+
+
+@triton.jit(do_not_specialize=["max_iters"])
+def step_groups(
+    work, table, scalars, finite, counters, early, later, max_iters,
     METHOD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, MAXIMIZE: tl.constexpr,
     AMSGRAD: tl.constexpr, MASTER: tl.constexpr, AVERAGED: tl.constexpr, SKIP: tl.constexpr,
-    SCALAR: tl.constexpr, ENTRIES: tl.constexpr, RUN_LENGTH: tl.constexpr,
-    HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    SCALAR: tl.constexpr, CONCAVE: tl.constexpr, ENTRIES: tl.constexpr,
+    AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr, SINGLE: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A step on tensors of rows, in two turns over each tile: the sums first, the solution once they are complete.
+    """A step on a tile.
 
-    A panel is COLUMNS groups: RUN_LENGTH tiles side by side, and as many below each other as the rows need. Programs
-    begin in the order of the work list, in which the second turn of a panel comes when the first is long done and the
-    tensors are still in the cache; those waited for have begun, or will once earlier ones end.
+    AXIS 0: the tensor as rows of G · RUN_LENGTH columns, a group being RUN_LENGTH neighbouring ones. A panel is COLUMNS
+    groups: RUN_LENGTH tiles side by side, and as many below each other as the rows need.
+    AXIS 1: a group is a row of the tile, and HEIGHT of them a panel: as many tiles as a group's entries need.
+    The programs of a panel share its groups. They begin one after the other, so that those waited for have begun, or
+    will once earlier programs end.
     """
     if SKIP:
         if tl.load(finite) == 0:
             return
     at = work + tl.program_id(0) * WORK
-    tensor = tl.load(at + TENSOR)
-    start = tl.load(at + FIRST)
-    row = table + tensor * TABLE
+    row = table + tl.load(at + TENSOR) * TABLE
     scalar = scalars + tl.load(at + CLOCK) * SCALARS
-    counter = counters + tl.load(at + COUNTER)
-    sums = partials + tl.load(at + PARTIAL)
+    tile = tl.load(at + FIRST)
+    share = tl.load(at + SHARE)
     groups = tl.load(row + GROUPS).to(tl.int32)
-    rows = tl.load(row + ROWS).to(tl.int32)
-    ACROSS: tl.constexpr = COLUMNS * RUN_LENGTH
-    shares = (rows + HEIGHT - 1) // HEIGHT
-    units = 1.0 / (shares * RUN_LENGTH) * UNITS
-
-    i = (tl.load(at + SHARE) * HEIGHT + tl.arange(0, HEIGHT))[:, None]
-    j = start + tl.arange(0, COLUMNS)
-    width = groups * RUN_LENGTH
-    if ALIGNED:
-        width = tl.multiple_of(width, 4)
-    inside = j < width
-    mask = (i < rows) & inside[None, :]
-    if WIDE:
-        i = i.to(tl.int64)
-    off = i * width + j[None, :]
-    radius_at = address(row, RADIUS, tl.float32, False)
-    scale_at = address(row, SCALE, tl.float32, False)
-    mine = j // RUN_LENGTH
-    panel = start // ACROSS
-    all_at = panel * COLUMNS + tl.arange(0, COLUMNS)  # the panel's groups
-    place = mine - panel * COLUMNS
-    tiles = tl.minimum(tl.cdiv(width - panel * ACROSS, COLUMNS), RUN_LENGTH) * shares
-    kappa = tl.load(scalar + KAPPA)
-    k0 = kappa / tl.load(scalar + METRIC)  # under a scalar metric
-
-    if tl.load(at + ROLE) == 0:
-        x, h = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
-        if kappa > 0:
-            if ENTRIES:
-                x = soft(x, tl.load(scalar + ENTRY_KAPPA) / h)
-            k = tl.maximum(kappa / h, LEAST_K)
-            r = tl.load(radius_at + mine, mask=inside, other=1.0)
-            scale = tl.load(scale_at + mine, mask=inside, other=1.0)
-            add_moments(x, k, r, scale, sums, place, inside, units, SCALAR, COLUMNS)
-            tl.debug_barrier()
-            if tl.atomic_add(counter, 1) == tiles - 1:
-                tl.debug_barrier()
-                conclude(
-                    radius_at + all_at, scale_at + all_at, all_at < groups, sums, counter, 0, units, k0,
-                    SCALAR, COLUMNS,
-                )  # fmt: skip
+    # multiples of 4 are made visible, so that loads are of 16 bytes
+    if AXIS == 0:
+        WIDTH: tl.constexpr = COLUMNS
+        width = groups * RUN_LENGTH
+        if ALIGNED:
+            width = width // 4 * 4
+        i = (share * HEIGHT + tl.arange(0, HEIGHT))[:, None]
+        j = tile * COLUMNS + tl.arange(0, COLUMNS)
+        panel = tile // RUN_LENGTH * COLUMNS  # its first group
+        place = j // RUN_LENGTH - panel
+        inside = j < width
+        mask = (i < tl.load(row + ROWS).to(tl.int32)) & inside[None, :]
+        if WIDE:
+            i = i.to(tl.int64)
+        off = i * width + j[None, :]
     else:
-        x, h = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, False, MAXIMIZE, AMSGRAD)
-        if ENTRIES:
-            x = soft(x, tl.load(scalar + ENTRY_KAPPA) / h)
-        z = x
-        if kappa > 0:
-            k = tl.maximum(kappa / h, LEAST_K)
-            code = tl.atomic_add(counter + 1, 0)
-            while code < 2:
-                code = tl.atomic_add(counter + 1, 0)
-            tl.debug_barrier()
-            r = tl.load(radius_at + mine, mask=inside, other=1.0, cache_modifier=".cg")
+        WIDTH: tl.constexpr = HEIGHT
+        run = tl.load(row + RUN).to(tl.int32)
+        if ALIGNED:
+            run = run // 4 * 4
+        panel = tile * HEIGHT
+        place = tl.arange(0, HEIGHT)
+        i = (panel + place)[:, None]
+        j = (share * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        inside = panel + place < groups
+        if WIDE:
+            i = i.to(tl.int64)
+        if SINGLE:
+            mask = inside[:, None] & (j < run)
+            off = i * run + j
+        else:
+            mask = inside[:, None] & (j < tl.load(row + ROWS).to(tl.int32) * run)
+            off = (i + j // run * groups) * run + j % run
+    group = panel + tl.arange(0, WIDTH)
+    exists = group < groups
+    radius_at = address(row, RADIUS, tl.float32, False) + group
+    scale_at = address(row, SCALE, tl.float32, False) + group
+    kappa = tl.load(scalar + KAPPA)
+    flat = tl.load(scalar + FLAT)
+    k0 = kappa / tl.load(scalar + METRIC)  # under a scalar metric
+    if CONCAVE and not SCALAR:
+        r = tl.zeros([WIDTH], tl.float32)  # from the left only
+    else:
+        r = tl.load(radius_at, mask=exists, other=0.0)
+        r = tl.where(r >= 0, r, 1.0)  # after a NaN any other start will do
+    scale = tl.load(scale_at, mask=exists, other=1.0)
+    SUMS: tl.constexpr = 1 if SCALAR else 6
+    if SHARED:
+        panel_at = tl.load(at + PANEL)
+        tiles = tl.load(at + SHARES)
+        counter = counters + 2 * panel_at
+        early += panel_at * SUMS * WIDTH
+        later += panel_at * 2 * WIDTH
+        # no more parts than this come together in one sum
+        parts = tl.cdiv(tl.load(row + ROWS).to(tl.int32), HEIGHT) * RUN_LENGTH if AXIS == 0 else tiles
+        units = 1.0 / parts * UNITS
+
+    x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
+    if ENTRIES:
+        x = soft(x, tl.load(scalar + ENTRY_KAPPA) * inverse)
+    z = x
+    if EARLY:
+        w = weights(row, off, mask, x, ALIGNED, UPDATE, AVERAGED)
+    if kappa > 0:
+        k = tl.maximum(kappa * inverse, LEAST_K)
+        turn = 0
+        moving = 1
+        if SCALAR or not CONCAVE:
+            if SCALAR:
+                r = tl.maximum(r, 1e-30)
+                q = tl.minimum(tl.abs(x) * reciprocal(own(r, place, AXIS, RUN_LENGTH)), LARGEST_Q)
+                m0 = tl.sum(q * q, AXIS)
+                if SHARED:
+                    put(early, 0, m0, place, inside, units, WIDTH)
+                    arrive(counter)
+                    wait(counter, tiles)
+                    m0 = get(early, 0, units, WIDTH)
+                r, close = next_norm(r, m0)
+            else:
+                inverse = reciprocal(own(r, place, AXIS, RUN_LENGTH) + k)
+                q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
+                q = q * q
+                y = own(scale, place, AXIS, RUN_LENGTH) * inverse
+                m0 = tl.sum(q, AXIS)
+                q = q * y
+                m1 = tl.sum(q, AXIS)
+                q = q * y
+                m2 = tl.sum(q, AXIS)
+                q = q * y
+                m3 = tl.sum(q, AXIS)
+                q = q * y
+                m4 = tl.sum(q, AXIS)
+                q = q * y
+                m5 = tl.sum(q, AXIS)
+                if SHARED:
+                    put(early, 0, m0, place, inside, units, WIDTH)
+                    put(early, 1, m1, place, inside, units, WIDTH)
+                    put(early, 2, m2, place, inside, units, WIDTH)
+                    put(early, 3, m3, place, inside, units, WIDTH)
+                    put(early, 4, m4, place, inside, units, WIDTH)
+                    put(early, 5, m5, place, inside, units, WIDTH)
+                    arrive(counter)
+                    wait(counter, tiles)
+                    m0 = get(early, 0, units, WIDTH)
+                    m1 = get(early, 1, units, WIDTH)
+                    m2 = get(early, 2, units, WIDTH)
+                    m3 = get(early, 3, units, WIDTH)
+                    m4 = get(early, 4, units, WIDTH)
+                    m5 = get(early, 5, units, WIDTH)
+                r, close = by_series(r, scale, m0, m1, m2, m3, m4, m5)
+                scale = next_scale(scale, m0, m1)
+            moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
             turn = 1
-            while (turn < max_iters) & (code % 2 > 0):
-                scale = tl.load(scale_at + mine, mask=inside, other=1.0, cache_modifier=".cg")
-                add_moments(x, k, r, scale, sums, place, inside, units, SCALAR, COLUMNS)
-                tl.debug_barrier()
-                if tl.atomic_add(counter, 1) == tiles * (turn + 1) - 1:
-                    tl.debug_barrier()
+        # tensors before numbers: Triton 3.6 and 3.7 fail on a loop that carries them in another order
+        while (turn < max_iters) & (moving > 0):
+            mine = own(r, place, AXIS, RUN_LENGTH)
+            if SCALAR:
+                q = tl.minimum(tl.abs(x) * reciprocal(mine), LARGEST_Q)
+                m0 = tl.sum(q * q, AXIS)
+                m1 = m0
+            else:
+                # a penalty that ends at R lowers the metric: D/h = (1 − k/R) r + k
+                e = 1 - k / flat if CONCAVE else 1.0
+                inverse = reciprocal(e * mine + k)
+                q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
+                m0 = tl.sum(q * q, AXIS)
+                m1 = tl.sum(q * q * (e * inverse * (flat if CONCAVE else own(scale, place, AXIS, RUN_LENGTH))), AXIS)
+            if SHARED:
+                put_later(later, 0, m0, place, inside, WIDTH)
+                put_later(later, 1, m1, place, inside, WIDTH)
+                if arrive(counter) == tiles * (turn + 1):
                     conclude(
-                        radius_at + all_at, scale_at + all_at, all_at < groups, sums, counter, turn, units, k0,
-                        SCALAR, COLUMNS,
+                        radius_at, scale_at, exists, r, scale, later, counter + 1, turn, flat, SCALAR, CONCAVE, WIDTH
                     )  # fmt: skip
-                code = tl.atomic_add(counter + 1, 0)
-                while code < 2 * (turn + 1):
-                    code = tl.atomic_add(counter + 1, 0)
-                tl.debug_barrier()
-                r = tl.load(radius_at + mine, mask=inside, other=1.0, cache_modifier=".cg")
-                turn += 1
-            z = x * (r[None, :] / (r[None, :] + k))
-        deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
+                moving = wait(counter + 1, 2 * (turn + 1)) % 2
+                r = tl.load(radius_at, mask=exists, other=0.0, cache_modifier=".cg")
+                scale = tl.load(scale_at, mask=exists, other=1.0, cache_modifier=".cg")
+            else:
+                if SCALAR:
+                    new, close = next_norm(r, m0)
+                elif CONCAVE:
+                    new, close = newton_to_end(r, m0, m1, flat)
+                else:
+                    new, close = newton(r, scale, m0, m1)
+                    scale = next_scale(scale, m0, m1)
+                moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
+                r = new
+            turn += 1
+        if SCALAR:
+            z = x * own(scalar_factor(r / k0, flat / k0, CONCAVE), place, AXIS, RUN_LENGTH)
+        else:
+            mine = own(r, place, AXIS, RUN_LENGTH)
+            e = 1 - k / flat if CONCAVE else 1.0
+            z = x * (mine * reciprocal(e * mine + k))
+            if CONCAVE:
+                outer = tl.sum((x / flat) * (x / flat), AXIS)
+                gain = tl.sum(((x - z) / flat) * ((x - z) * reciprocal(k)), AXIS)
+                if SHARED:
+                    put_later(later, 0, outer, place, inside, WIDTH)
+                    put_later(later, 1, gain, place, inside, WIDTH)
+                    if arrive(counter) == tiles * (turn + 1):
+                        choose(radius_at, exists, r, later, counter + 1, turn, flat, WIDTH)
+                    wait(counter + 1, 2 * (turn + 1))
+                    r = tl.load(radius_at, mask=exists, other=0.0, cache_modifier=".cg")
+                else:
+                    r = tl.where(is_better(r, outer, gain, flat), -1.0, r)
+                z = tl.where(own(r, place, AXIS, RUN_LENGTH) < 0, x, z)
+        if UPDATE:
+            # where the next step begins; all programs of the panel have read where this one did
+            if (share == 0) & (tile % RUN_LENGTH == 0):
+                tl.store(radius_at, r, mask=exists)
+                tl.store(scale_at, scale, mask=exists)
+    if not EARLY:
+        w = weights(row, off, mask, x, ALIGNED, UPDATE, AVERAGED)
+    deliver(row, scalar, w, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)

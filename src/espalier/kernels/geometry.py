@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from espalier.partition import Partition
 
-# Entries of a tile: x and k of that many stay in a program's registers.
-_ENTRIES = 8192
-_WARPS = 8
-# Height, columns, warps and registers of a panel's tiles
-PANEL = (32, 64, 4, 96)
+# Tiles of rows: height, columns, warps, registers.
+ROWS_TILE = (32, 64, 4, 96)
+# Tiles of whole groups: entries and warps.
+_ENTRIES, _WARPS = 4096, 8
 # A group's neighbouring entries in a row: up to this many a tile has columns of several groups, above it rows.
 _LONG_RUN = 64
+# Programs that surely run at a time on one processor, by the registers they take.
+_RESIDENT = 2
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ def geometry(groups: Partition, shape: tuple[int, ...], stride: tuple[int, ...])
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program works on.
+    """What a program works on: `height` rows of `columns` entries.
 
-    axis 0: `height` rows of `columns` columns, a group being `run` neighbouring columns. With `panel`, programs go over
-    it twice and a panel of `columns` groups is shared by many of them; otherwise it holds whole groups.
-    axis 1: `height` groups of `columns` entries each. Where `shared`, a group's entries are spread over programs.
+    axis 0: a group is `run` neighbouring columns, and a panel `columns` groups: `run` tiles side by side, and as many
+    below each other as the rows need. axis 1: a group is a row, and a panel `height` of them: as many tiles as a
+    group's entries need. The programs of a panel share its groups.
     """
 
     axis: int
@@ -75,57 +76,44 @@ class Tile:
     columns: int
     warps: int
     registers: int | None = None
-    panel: bool = False
-    shared: bool = False
-    single: bool = True
-
-    @property
-    def groups(self) -> int:
-        """How many groups a tile has."""
-        return self.columns // self.run if self.axis == 0 else self.height
+    shared: bool = True
+    single: bool = True  # axis 1: a group lies in one run
 
     @property
     def width(self) -> int:
-        """How many sums it has: one a column, or one a row."""
+        """How many groups a panel has."""
         return self.columns if self.axis == 0 else self.height
 
+    def across(self, at: Geometry) -> int:
+        """How many tiles lie side by side, over all panels."""
+        return math.ceil(at.groups * self.run / self.width)
+
     def shares(self, at: Geometry) -> int:
-        """How many programs a group's entries are spread over, but for the columns of a panel."""
+        """How many programs share a tile's columns (rows, for axis 1)."""
         return math.ceil(at.rows / self.height) if self.axis == 0 else math.ceil(at.rows * at.run / self.columns)
 
 
-def tile_of(at: Geometry, convex: bool, processors: int | None) -> Tile | None:
+def tile_of(at: Geometry, processors: int | None) -> Tile | None:
     """The tile for a geometry; None where a group is too large for all processors together.
 
     Without `processors`, in the interpreter, programs run one after the other and none may wait for another.
     """
     if at.rows == 1 or at.run > _LONG_RUN:
-        return _row_tile(at, processors)
-    if convex and (processors or at.run == 1):
-        height = PANEL[0] if processors else power_of_two(at.rows)
-        tile = Tile(0, at.run, height, PANEL[1], PANEL[2], PANEL[3], panel=True)
-        # programs of a panel may wait for each other, and four of them fit a processor
-        return tile if not processors or tile.shares(at) * at.run <= 4 * processors else None
-    columns = 32 if at.run == 1 else max(64, power_of_two(at.run))
-    height = power_of_two(at.rows)
-    if processors:
-        height = _ENTRIES // columns
-        while columns > max(8, at.run) and math.ceil(at.rows / height) > processors:
-            columns, height = columns // 2, height * 2
-    tile = Tile(0, at.run, height, columns, _WARPS, shared=at.rows > height)
-    return tile if tile.shares(at) <= (processors or 1) else None
-
-
-def _row_tile(at: Geometry, processors: int | None) -> Tile | None:
-    size = at.rows * at.run
-    columns = power_of_two(size)
-    if processors and columns > _ENTRIES:
-        columns = 2048
-        while columns < _ENTRIES and math.ceil(size / columns) > processors:
-            columns *= 2
-    height = min(max(1, _ENTRIES // columns), power_of_two(at.groups))
-    tile = Tile(1, 1, height, columns, _WARPS, shared=columns < size, single=at.rows == 1)
-    return tile if tile.shares(at) <= (processors or 1) else None
+        columns = power_of_two(at.rows * at.run)
+        if processors:
+            columns = min(columns, _ENTRIES)
+        height = min(max(1, _ENTRIES // columns), power_of_two(at.groups))
+        tile = Tile(1, 1, height, columns, _WARPS, single=at.rows == 1)
+    else:
+        height, columns, warps, registers = ROWS_TILE
+        if not processors:
+            height, columns = power_of_two(at.rows), power_of_two(at.groups * at.run)
+        tile = Tile(0, at.run, height, columns, warps, registers)
+    alone = tile.shares(at) * tile.run == 1
+    # all programs of a panel must be able to run at a time, for they wait for each other
+    if processors and tile.shares(at) * tile.run > _RESIDENT * processors:
+        return None
+    return replace(tile, shared=not alone)
 
 
 def power_of_two(n: int) -> int:

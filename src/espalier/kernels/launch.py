@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels import device
-from espalier.kernels.geometry import Geometry, Tile, geometry, power_of_two, tile_of
+from espalier.kernels.geometry import Geometry, Tile, geometry, tile_of
 from espalier.penalties import L1, GroupMCP, SparseGroupLasso
 from espalier.penalties.base import group_weight
 
@@ -27,9 +27,7 @@ Group: TypeAlias = dict[str, Any]
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # entries that a program steps where they do not depend on each other
 _BLOCK, _BLOCK_WARPS = 2048, 8
-# programs between the first and the second turn over a panel: enough to find its sums complete, few enough to find its
-# tensors in the cache
-LAG = 1000
+EARLY = True
 # which of a parameter's tensors stands in which column of the table
 _COLUMNS = {
     "weight": device.WEIGHT,
@@ -67,69 +65,13 @@ class Slab:
 
 @dataclass(frozen=True)
 class Launch:
-    """The programs of one bucket, and the memory through which they share large groups."""
+    """The programs of one bucket, and the memory through which they share groups."""
 
     bucket: Bucket
     work: Tensor
     counters: Tensor
-    partials: Tensor
-    most: int
-
-
-class Agenda:
-    """The programs of one launch, in order."""
-
-    def __init__(self, tile: Tile | None, start: int) -> None:
-        self.tile, self.start = tile, start
-        self.counters = 1  # the first hands out tickets
-        self.partials, self.most = 0, 1
-        self.dtype = torch.int64 if tile and tile.panel else torch.float32
-        self._programs: list[Tensor] = []
-        self._panels: list[Tensor] = []
-
-    def add(self, row: int, slab: Slab) -> None:
-        """The programs of one row of the table."""
-        at, tile = slab.geometry, self.tile
-        if tile is None:
-            across, shares, step = math.ceil(at.run / _BLOCK), 1, 1
-        elif tile.panel:
-            across, shares, step = math.ceil(at.groups * at.run / tile.columns), tile.shares(at), tile.columns
-        else:
-            across, shares, step = math.ceil(at.groups / tile.groups), tile.shares(at), tile.groups
-        programs = torch.zeros(across, shares, device.WORK.value, dtype=torch.int32)
-        each = torch.arange(across).unsqueeze(1)
-        programs[..., device.TENSOR.value] = row
-        programs[..., device.FIRST.value] = each * step
-        programs[..., device.CLOCK.value] = slab.parameter
-        programs[..., device.SHARE.value] = torch.arange(shares)
-        programs[..., device.SHARES.value] = shares
-        if tile is not None and (tile.panel or tile.shared):
-            if tile.panel:
-                each = each // at.run
-                room, sharing = 4 * tile.columns, 2
-            else:
-                room, sharing = 4 * shares * tile.width, 1
-            programs[..., device.COUNTER.value] = self.counters + sharing * each
-            programs[..., device.PARTIAL.value] = self.partials + room * each
-            if tile.panel:
-                self._panels.append((programs[..., device.COUNTER.value]).flatten())
-            count = int(each[-1]) + 1
-            self.counters += sharing * count
-            self.partials += room * count
-            self.most = max(self.most, shares)
-        self._programs.append(programs.flatten(0, 1))
-
-    def programs(self) -> Tensor:
-        """The work list."""
-        programs = torch.cat(self._programs)
-        if self.tile is None or not self.tile.panel:
-            return programs
-        panel = torch.cat(self._panels)  # counts up along the list
-        again = programs.clone()
-        again[:, device.ROLE.value] = 1
-        last = torch.searchsorted(panel, panel, right=True)  # of the panel's programs, in the first turn
-        order = torch.cat([torch.arange(len(panel)) * 2, (last + LAG) * 2 + 1]).argsort(stable=True)
-        return torch.cat([programs, again])[order]
+    early: Tensor
+    later: Tensor
 
 
 class Plan:
@@ -200,17 +142,11 @@ class Plan:
                 first = part * at.groups if name in ("radius", "scale") else start
                 row[_COLUMNS[name].value] = x.data_ptr() + first * x.element_size()
             row[device.ROWS.value], row[device.GROUPS.value], row[device.RUN.value] = at.rows, at.groups, at.run
-            tile = None if self._entrywise else self._tile(at, p)
-            lengths = [at.run] if tile is None or tile.axis else [at.groups * at.run, tile.groups * tile.run]
-            if tile is not None and tile.panel:
-                lengths = [at.groups * at.run]
-            addresses = row[: device.RADIUS.value]
-            aligned = all(a % 16 == 0 for a in addresses) and all(n % 4 == 0 for n in lengths)
+            tile = None if self._entrywise else tile_of(at, processors(p.device))
+            length = at.run if tile is None or tile.axis else at.groups * at.run
+            aligned = length % 4 == 0 and all(a % 16 == 0 for a in row[: device.RADIUS.value])
             bucket = Bucket(p.dtype, aligned, p.numel() >= 2**31, tile)
             yield bucket, Slab(i, start * p.element_size(), tuple(row), at)
-
-    def _tile(self, at: Geometry, p: Tensor) -> Tile | None:
-        return tile_of(at, self._group["penalty"].convex, processors(p.device))
 
     def _clock(self, i: int) -> list[int]:
         p, penalty = self._params[i], self._group["penalty"]
@@ -223,26 +159,32 @@ class Plan:
         return row
 
     def _schedule(self, buckets: dict[Bucket, list[Slab]]) -> tuple[Tensor, list[Launch]]:
+        """The launches, and the memory of theirs that begins each step at zero."""
         row = 0
-        launches = []
-        counted = 0
+        works: list[tuple[Bucket, Tensor, int]] = []
         for bucket, slabs in buckets.items():
-            agenda = Agenda(bucket.tile, counted)
+            panels, parts = 0, list[Tensor]()
             for slab in slabs:
-                agenda.add(row, slab)
+                part, more = _programs(bucket.tile, slab, row, panels)
+                parts.append(part)
+                panels += more
                 row += 1
-            counted += agenda.counters
-            launches.append((bucket, agenda))
-        counters = torch.zeros(counted, dtype=torch.int32, device=self._device)
-        return counters, [
+            works.append((bucket, torch.cat(parts), panels))
+        sums = 1 if self._optimizer.scalar_metric else 6
+        rooms = [n * (2, sums * bucket.tile.width)[i] if bucket.tile else 0 for bucket, _, n in works for i in (0, 1)]
+        zeroed = torch.zeros(sum(rooms), dtype=torch.int32, device=self._device)
+        views = zeroed.split(rooms)
+        return zeroed, [
             Launch(
-                bucket=bucket,
-                work=_upload(agenda.programs(), self._device),
-                counters=counters[agenda.start :],
-                partials=torch.zeros(agenda.partials, dtype=agenda.dtype, device=self._device),
-                most=power_of_two(agenda.most),
+                bucket,
+                _upload(work, self._device),
+                counters=views[2 * i],
+                early=views[2 * i + 1],
+                later=torch.zeros(
+                    panels * 2 * bucket.tile.width if bucket.tile else 0, dtype=torch.int64, device=self._device
+                ),
             )
-            for bucket, agenda in launches
+            for i, (bucket, work, panels) in enumerate(works)
         ]
 
     def _pinned_rows(self) -> Tensor:
@@ -317,22 +259,13 @@ class Plan:
                     )
                 else:
                     tile = bucket.tile
-                    kernel, more = device.step_panels, dict[str, Any]()
-                    if not tile.panel:
-                        kernel = device.step_groups
-                        more = {
-                            "CONCAVE": isinstance(penalty, GroupMCP),
-                            "AXIS": tile.axis,
-                            "SHARED": tile.shared,
-                            "MOST": launch.most,
-                            "SINGLE": tile.single,
-                        }
-                    kernel[(len(launch.work),)](
-                        launch.work, self._table, self._scalars, finite, launch.counters, launch.partials,
+                    device.step_groups[(len(launch.work),)](
+                        launch.work, self._table, self._scalars, finite, launch.counters, launch.early, launch.later,
                         getattr(optimizer._solver(group), "max_iters", 100),
-                        **kind, **more, SCALAR=optimizer.scalar_metric, ENTRIES=isinstance(penalty, SparseGroupLasso),
-                        RUN_LENGTH=tile.run, HEIGHT=tile.height, COLUMNS=tile.columns, WIDE=bucket.wide,
-                        num_warps=tile.warps, maxnreg=tile.registers,
+                        **kind, SCALAR=optimizer.scalar_metric, CONCAVE=isinstance(penalty, GroupMCP),
+                        ENTRIES=isinstance(penalty, SparseGroupLasso), AXIS=tile.axis, RUN_LENGTH=tile.run,
+                        HEIGHT=tile.height, COLUMNS=tile.columns, SHARED=tile.shared, SINGLE=tile.single,
+                        WIDE=bucket.wide, EARLY=EARLY, num_warps=tile.warps, maxnreg=tile.registers,
                     )  # fmt: skip
 
     def _set_options(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,6 +297,25 @@ class Plan:
             value if on_device(value) else self._options[at.value :]
             for at, value in ((device.LR, there["lr"]), (device.EPS, there["eps"]), (device.RAMP, there["ramp"]))
         )
+
+
+def _programs(tile: Tile | None, slab: Slab, row: int, panels: int) -> tuple[Tensor, int]:
+    """The work list of one row of the table, and how many panels it has."""
+    at = slab.geometry
+    across, shares = (math.ceil(at.run / _BLOCK), 1) if tile is None else (tile.across(at), tile.shares(at))
+    run = 1 if tile is None else tile.run
+    programs = torch.zeros(across, shares, device.WORK.value, dtype=torch.int32)
+    each = torch.arange(across).unsqueeze(1)
+    count = math.ceil(across / run)
+    programs[..., device.TENSOR.value] = row
+    programs[..., device.CLOCK.value] = slab.parameter
+    programs[..., device.FIRST.value] = each
+    programs[..., device.SHARE.value] = torch.arange(shares)
+    programs[..., device.SHARES.value] = shares * torch.where(each // run < count - 1, run, across - (count - 1) * run)
+    programs[..., device.PANEL.value] = panels + each // run
+    # by panels, and rows of tiles within
+    order = torch.argsort((each // run * shares + torch.arange(shares)).flatten(), stable=True)
+    return programs.flatten(0, 1)[order], count if tile is not None and tile.shared else 0
 
 
 def interpreted() -> bool:
