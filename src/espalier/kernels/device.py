@@ -236,17 +236,8 @@ def soft(x, threshold):
 
 
 @triton.jit
-def weights(row, off, mask, x, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, AVERAGED: tl.constexpr):
-    """w, where it is needed."""
-    if UPDATE and AVERAGED:
-        return tl.load(address(row, WEIGHT, tl.float32, ALIGNED) + off, mask=mask, other=0.0)
-    else:
-        return x
-
-
-@triton.jit
 def deliver(
-    row, scalar, w, z, off, mask,
+    row, scalar, z, off, mask,
     PARAM_TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr, MASTER: tl.constexpr,
     AVERAGED: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +246,8 @@ def deliver(
         weight_at = address(row, WEIGHT, tl.float32, ALIGNED) + off
         if AVERAGED:
             c = tl.load(scalar + AVERAGING)
-            z = tl.where(c < 1, (1 - c) * w + c * z, z)
+            if c < 1:
+                z = (1 - c) * tl.load(weight_at, mask=mask, other=0.0) + c * z
         tl.store(weight_at, z, mask=mask)
     if MASTER or not UPDATE:
         tl.store(address(row, PARAM, PARAM_TYPE, ALIGNED) + off, z.to(PARAM_TYPE), mask=mask)
@@ -281,9 +273,8 @@ def step_entries(
         n = n // 4 * 4  # seen to be one, so that loads are of 16 bytes
     mask = off < n
     x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
-    w = weights(row, off, mask, x, ALIGNED, UPDATE, AVERAGED)
     z = soft(x, tl.load(scalar + ENTRY_KAPPA) * inverse)
-    deliver(row, scalar, w, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
+    deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
 
 
 @triton.jit
@@ -465,7 +456,7 @@ def step_groups(
     AMSGRAD: tl.constexpr, MASTER: tl.constexpr, AVERAGED: tl.constexpr, SKIP: tl.constexpr,
     SCALAR: tl.constexpr, CONCAVE: tl.constexpr, ENTRIES: tl.constexpr,
     AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
-    SHARED: tl.constexpr, SINGLE: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    SHARED: tl.constexpr, SINGLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A step on a tile.
 
@@ -545,8 +536,6 @@ def step_groups(
     if ENTRIES:
         x = soft(x, tl.load(scalar + ENTRY_KAPPA) * inverse)
     z = x
-    if EARLY:
-        w = weights(row, off, mask, x, ALIGNED, UPDATE, AVERAGED)
     if kappa > 0:
         k = tl.maximum(kappa * inverse, LEAST_K)
         turn = 0
@@ -656,6 +645,4 @@ def step_groups(
             if (share == 0) & (tile % RUN_LENGTH == 0):
                 tl.store(radius_at, r, mask=exists)
                 tl.store(scale_at, scale, mask=exists)
-    if not EARLY:
-        w = weights(row, off, mask, x, ALIGNED, UPDATE, AVERAGED)
-    deliver(row, scalar, w, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
+    deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)

@@ -10,14 +10,13 @@ import torch
 
 from espalier.partition import Partition
 
-# Tiles of rows: height, columns, warps, registers.
-ROWS_TILE = (32, 64, 4, 96)
-# Tiles of whole groups: entries and warps.
-_ENTRIES, _WARPS = 4096, 8
+# Height, columns, warps and registers of a tile of rows; a tile of whole groups has as many entries. Measured: see
+# docs/performance.md.
+ROWS_TILE = (64, 32, 4, 96)
 # A group's neighbouring entries in a row: up to this many a tile has columns of several groups, above it rows.
 _LONG_RUN = 64
-# Programs that surely run at a time on one processor, by the registers they take.
-_RESIDENT = 2
+# Programs that surely run at a time on one processor: of its 65 536 registers these leave room for five.
+_RESIDENT = 4
 
 
 @dataclass(frozen=True)
@@ -98,14 +97,15 @@ def tile_of(at: Geometry, processors: int | None) -> Tile | None:
 
     Without `processors`, in the interpreter, programs run one after the other and none may wait for another.
     """
+    height, columns, warps, registers = ROWS_TILE
     if at.rows == 1 or at.run > _LONG_RUN:
+        entries = height * columns
         columns = power_of_two(at.rows * at.run)
         if processors:
-            columns = min(columns, _ENTRIES)
-        height = min(max(1, _ENTRIES // columns), power_of_two(at.groups))
-        tile = Tile(1, 1, height, columns, _WARPS, single=at.rows == 1)
+            columns = min(columns, entries)
+        height = min(max(1, entries // columns), power_of_two(at.groups))
+        tile = Tile(1, 1, height, columns, warps, registers, single=at.rows == 1)
     else:
-        height, columns, warps, registers = ROWS_TILE
         if not processors:
             height, columns = power_of_two(at.rows), power_of_two(at.groups * at.run)
         tile = Tile(0, at.run, height, columns, warps, registers)

@@ -27,7 +27,6 @@ Group: TypeAlias = dict[str, Any]
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # entries that a program steps where they do not depend on each other
 _BLOCK, _BLOCK_WARPS = 2048, 8
-EARLY = True
 # which of a parameter's tensors stands in which column of the table
 _COLUMNS = {
     "weight": device.WEIGHT,
@@ -265,7 +264,7 @@ class Plan:
                         **kind, SCALAR=optimizer.scalar_metric, CONCAVE=isinstance(penalty, GroupMCP),
                         ENTRIES=isinstance(penalty, SparseGroupLasso), AXIS=tile.axis, RUN_LENGTH=tile.run,
                         HEIGHT=tile.height, COLUMNS=tile.columns, SHARED=tile.shared, SINGLE=tile.single,
-                        WIDE=bucket.wide, EARLY=EARLY, num_warps=tile.warps, maxnreg=tile.registers,
+                        WIDE=bucket.wide, num_warps=tile.warps, maxnreg=tile.registers,
                     )  # fmt: skip
 
     def _set_options(self) -> tuple[Tensor, Tensor, Tensor]:
