@@ -39,7 +39,7 @@ class NuclearNorm(Penalty):
         # U max(Σ − step λ, 0) Vᵀ
         kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1).expand(len(x), 1, 1)
         kept = kappa == 0  # x to the bit then
-        y, _ = threshold_singular_values(x, torch.where(kept, 1.0, kappa))
+        y = threshold_singular_values(x, torch.where(kept, 1.0, kappa))
         return torch.where(kept, x, y)
 
     def structure(self, x: Tensor, groups: Partition) -> Structure:

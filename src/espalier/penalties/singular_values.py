@@ -19,20 +19,16 @@ _RESOLUTION = 1e-5
 _GRAM_BELOW = 1e10
 
 
-def threshold_singular_values(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
-    """U max(Σ − κ, 0) Vᵀ of each matrix of x (L, m, n), κ (L, 1, 1) above 0, and the sum of its singular values (L).
-
-    A matrix that is not finite gives NaN.
-    """
+def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
+    """U max(Σ − κ, 0) Vᵀ of each matrix of x (L, m, n), κ (L, 1, 1) above 0; NaN where one is not finite."""
     if x.shape[-2] < x.shape[-1]:
-        y, total = threshold_singular_values(x.mT, kappa)
-        return y.mT, total
+        return threshold_singular_values(x.mT, kappa).mT
     finite = (x.isfinite().flatten(1).all(1) & kappa.isfinite().flatten()).reshape(-1, 1, 1)
-    y, total = _threshold(torch.where(finite, x, 0.0), torch.where(finite, kappa, 1.0))
-    return torch.where(finite, y, torch.nan), torch.where(finite.flatten(), total, torch.nan)
+    y = _threshold(torch.where(finite, x, 0.0), torch.where(finite, kappa, 1.0))
+    return torch.where(finite, y, torch.nan)
 
 
-def _threshold(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
+def _threshold(x: Tensor, kappa: Tensor) -> Tensor:
     if not x.numel() or x.dtype == torch.float64:
         return _by_svd(x, kappa)
     wide = x.double()
@@ -40,13 +36,14 @@ def _threshold(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
     return _by_svd(x, kappa) if found is None else found
 
 
-def _by_svd(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
+def _by_svd(x: Tensor, kappa: Tensor) -> Tensor:
     u, s, vt = torch.linalg.svd(x, full_matrices=False)
     s = (s - kappa.squeeze(-1)).clamp_(min=0)
-    return (u * s.unsqueeze(-2)) @ vt, s.sum(-1)
+    y: Tensor = (u * s.unsqueeze(-2)) @ vt
+    return y
 
 
-def _by_eigenvalues(x: Tensor, gram: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor] | None:
+def _by_eigenvalues(x: Tensor, gram: Tensor, kappa: Tensor) -> Tensor | None:
     """X V (1 − κ/σ)₊ Vᵀ, a product of thin factors, from the eigenvalues σ² of the Gram matrix."""
     squares, v = torch.linalg.eigh(gram)
     if bool((squares[:, -1:] > _GRAM_BELOW * kappa.squeeze(-1).square()).any()):
@@ -56,10 +53,11 @@ def _by_eigenvalues(x: Tensor, gram: Tensor, kappa: Tensor) -> tuple[Tensor, Ten
     first = s.shape[-1] - int((left > 0).sum(-1).max())  # eigenvalues ascend
     share = (left / torch.where(left > 0, s, 1.0)).unsqueeze(-2)[..., first:]
     v = v[..., first:]
-    return (x @ (v * share).to(x.dtype)) @ v.mT.to(x.dtype), left.sum(-1)
+    y: Tensor = (x @ (v * share).to(x.dtype)) @ v.mT.to(x.dtype)
+    return y
 
 
-def _by_products(x: Tensor, gram: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor] | None:
+def _by_products(x: Tensor, gram: Tensor, kappa: Tensor) -> Tensor | None:
     """X E (1 − κ G^(−½)), E the projector on the eigenvectors of G = XᵀX whose eigenvalues exceed κ².
 
     Both sign(G/κ² − 1) and the inverse root come from the iteration of Newton and Schulz, x ← ½ y (3 − y²), y = α x.
@@ -89,12 +87,9 @@ def _by_products(x: Tensor, gram: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor
         root = root @ step
         inverse = step @ inverse if i else step
     inverse = inverse / scale.sqrt()  # B^(−½)
-    rank = above.diagonal(dim1=-2, dim2=-1).sum(-1)
-    none = rank < 0.5  # exactly zero then
-    # Σ (σ − κ) = κ tr(E B^½ − E), and E B^½ = (E G/κ²) B^(−½)
-    total = kappa.flatten() * ((active * inverse).sum((1, 2)) - rank)
+    rank = above.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, 1, 1)
     y = x @ (above - above @ inverse).to(x.dtype)
-    return torch.where(none.reshape(-1, 1, 1), 0.0, y), torch.where(none, 0.0, total)
+    return torch.where(rank < 0.5, 0.0, y)  # exactly zero
 
 
 def _scalings(low: float) -> list[float]:

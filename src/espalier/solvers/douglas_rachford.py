@@ -1,4 +1,4 @@
-"""Proximal gradient with Anderson mixing, for the nuclear norm under a diagonal metric."""
+"""Douglas and Rachford's splitting with Anderson mixing, for the nuclear norm under a diagonal metric."""
 
 from __future__ import annotations
 
@@ -15,32 +15,39 @@ from espalier.solvers.base import Solution, Solver
 from espalier.solvers.proximal_gradient import Tolerance
 from espalier.subproblem import Subproblem, as_tensor
 
+# The share of Z − X that a step without mixing adds to V; below 2 it converges.
+_RELAXATION = 1.6
 # A residual this many times the least so far is a failure of mixing.
 _STRAY = 2.0
-# Added to the squared lengths, 1, of the moves mixed.
+# Added to the squared lengths, 1, of the moves mixed: their products are no more precise in float32.
 _RIDGE = 1e-7
-# Of the norm of Z − θ (d + H (Z − a)), in units of its rounding: what no iteration can take away.
+# Units of rounding of its terms that the residual is not asked to fall below.
 _ROUNDING = 8.0
 
 
 @dataclass(frozen=True)
-class Anderson(Solver):
-    """Z ← Σ c_i Z⁺_i over the last steps Z⁺_i = prox_{θτψ}(Z_i − θ (d + H (Z_i − a))), with the c, of sum 1, for which
-    Σ c_i (Z⁺_i − Z_i) is shortest.
+class DouglasRachford(Solver):
+    """With ρ the geometric mean of H, V from the start's gradient, and q the smooth part of Q,
 
-    What is returned is always such a Z⁺, hence of exactly low rank, and satisfies the paper's condition: with
-    θ = 2/(max H + min H), for which a step never increases Q,
+        X = prox_{q/ρ}(V) = (b + ρ V) / (H + ρ),   Z = prox_{τψ/ρ}(2 X − V),   V ← V + 1.6 (Z − X),
 
-        s = (1/θ − H) (Z − Z⁺) ∈ ∂Q(Z⁺),   ‖s‖ ≤ ε_t τ λ weight √min(m, n),   Q(Z⁺) ≤ Q(start)
+    where the new V is replaced by Σ c_i V_i over the last few, with the c, of sum 1, for which Σ c_i (Z_i − X_i) is
+    shortest (Anderson mixing).
 
-    for each matrix: ε_t is relative to the largest norm that a subgradient of ψ has. In units of Q/τ, in which the
-    paper's Algorithm 1 calls its solver and its proofs use ε_t, that is square-summable. What rounding adds to s is
-    never asked for. The default, 0.01 t^(−0.6), is as precise as proximal gradient when it stops at rtol = 1e-8.
+    H enters entry by entry, not through its maximum: the decades it spreads over cost far less than they cost proximal
+    gradient. Z is a proximal point, hence of exactly low rank. It is returned once it meets the paper's condition, for
+    each matrix:
+
+        s = (H − ρ) (Z − X) ∈ ∂Q(Z),   ‖s‖ ≤ ε_t τ λ weight √min(m, n),   Q(Z) ≤ Q(start).
+
+    So ε_t is relative to the largest norm that a subgradient of ψ has; in units of Q/τ, in which the paper's
+    Algorithm 1 calls its solver and its proofs use ε_t, the bound is square-summable. What rounding adds to s is not
+    asked for. The default, 0.01 t^(−0.6), is as precise as proximal gradient is when it stops at rtol = 1e-8.
 
     Attributes:
         tolerance: ε_t.
-        max_iters: at most; then the point of least residual is returned.
-        memory: steps that are mixed.
+        max_iters: at most; the last Z is returned then.
+        memory: how many V are mixed.
     """
 
     tolerance: Tolerance = field(default_factory=lambda: Tolerance(1e-2))
@@ -64,32 +71,38 @@ class Anderson(Solver):
         point = problem.unpenalised() if bool(free.any()) else torch.empty_like(start)
         batch = self._begin(problem, kappa, start).only(~free)
         iterations = 0
-        while len(batch.z) and iterations < self.max_iters:
-            done = batch.step(slot=iterations % self.memory, first=iterations == 0)
+        while len(batch.v) and iterations < self.max_iters:
+            slot = iterations % self.memory
             iterations += 1
+            done = batch.step(slot)
+            if iterations == self.max_iters:
+                done = torch.ones_like(done)
             if bool(done.any()):
                 solved = batch.only(done)
-                point[solved.index] = solved.point
+                point[solved.index] = solved.z
                 batch = batch.only(~done)
-            batch.mix(slot=(iterations - 1) % self.memory)
-        point[batch.index] = batch.best
+            batch.mix(slot)
         return Solution(point, iterations)
 
     def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> _Batch:
         metric = as_tensor(problem.metric, start).expand(start.shape)
-        theta = 2 / (metric.amax((1, 2), keepdim=True) + metric.amin((1, 2), keepdim=True))
+        rho = metric.log().mean((1, 2), keepdim=True).exp()
+        metric, linear = metric / rho, problem.linear / rho
         tolerance = as_tensor(self.tolerance.at(problem.t), start) * kappa * min(start.shape[1:]) ** 0.5
+        inverse = 1 / (1 + metric)
         count, memory = len(start), self.memory
         return _Batch(
             index=torch.arange(count, device=start.device),
+            start=start,
+            # at which X is the start
+            v=torch.addcmul(start - linear, metric, start),
             z=start,
-            damping=1 - theta * metric,
-            constant=theta * problem.linear,
-            kappa=theta * kappa,
-            limit=(theta * tolerance).flatten(),
-            point=start,
+            inverse=inverse,
+            constant=linear * inverse,
+            metric=metric,
+            kappa=kappa / rho,
+            limit=(tolerance / rho).flatten(),
             best=start,
-            value=start.new_zeros(count, dtype=torch.float64),
             points=start.new_zeros(count, memory, *start.shape[1:]),
             moves=start.new_zeros(count, memory, *start.shape[1:]),
             products=torch.zeros(count, memory, memory, dtype=torch.float64),
@@ -103,25 +116,26 @@ class Anderson(Solver):
 
 @dataclass
 class _Batch:
-    """Matrices of one shape under way, each matrix's problem multiplied by its θ.
+    """Matrices of one shape under way, the problem of each divided by its ρ.
 
     The last six are numbers that decide what comes next, and lie on the host.
     """
 
     index: Tensor  # of each matrix in the whole batch
+    start: Tensor
+    v: Tensor
     z: Tensor
-    damping: Tensor  # 1 − θ H
-    constant: Tensor  # θ b
-    kappa: Tensor  # θ κ
-    limit: Tensor  # of ‖θ s‖
-    point: Tensor  # Z⁺
-    best: Tensor  # the Z⁺ of least ‖θ s‖
-    value: Tensor  # θ Q of the first Z⁺
-    points: Tensor  # the last Z⁺, in a ring
-    moves: Tensor  # their Z⁺ − Z
+    inverse: Tensor  # 1 / (H/ρ + 1)
+    constant: Tensor  # (b/ρ) / (H/ρ + 1)
+    metric: Tensor  # H/ρ
+    kappa: Tensor  # κ/ρ
+    limit: Tensor  # of ‖s/ρ‖
+    best: Tensor  # V after the step of least ‖s/ρ‖
+    points: Tensor  # the last V, each after its step, in a ring
+    moves: Tensor  # their Z − X
     products: Tensor  # the moves' inner products
     usable: Tensor  # which of them may be mixed
-    residual: Tensor  # ‖θ s‖
+    residual: Tensor  # ‖s/ρ‖
     least: Tensor  # the least so far
     pause: Tensor  # how many steps to make without mixing after the next failure
     plain: Tensor  # how many of those are still to be made
@@ -131,45 +145,42 @@ class _Batch:
         if bool(which.all()):
             return self
         here = which.nonzero().squeeze(1)
-        there = here.to(self.z.device)
+        there = here.to(self.v.device)
         parts: dict[str, Tensor] = {f.name: getattr(self, f.name) for f in fields(self)}
         return _Batch(**{k: v.index_select(0, here if v.device == here.device else there) for k, v in parts.items()})
 
-    def step(self, slot: int, first: bool) -> Tensor:
-        """Z⁺ = prox(Z − θ (d + H (Z − a))). Returns, on the host, which matrices it solves."""
-        y = torch.addcmul(self.constant, self.damping, self.z)
-        self.point, total = threshold_singular_values(y, self.kappa)
-        move = self.point - self.z
-        residual = (self.damping * move).flatten(1).norm(dim=1)  # θ s = (1 − θ H) (Z − Z⁺)
-        self.points[:, slot], self.moves[:, slot] = self.point, move
-        products = self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)
-        if first:
-            # what rounding adds to s is not asked for
-            self.limit = self.limit.maximum(_ROUNDING * torch.finfo(y.dtype).eps * y.flatten(1).norm(dim=1))
-            self.value, self.best = self._value(total)[0], self.point
-        numbers = torch.cat((residual.unsqueeze(1), self.limit.unsqueeze(1), products.squeeze(-1)), 1).double().cpu()
-        self.residual, limit, row = numbers[:, 0], numbers[:, 1], numbers[:, 2:]
+    def step(self, slot: int) -> Tensor:
+        """The next Z. Returns, on the host, which matrices it solves."""
+        x = torch.addcmul(self.constant, self.inverse, self.v)
+        y = torch.sub(x, self.v, alpha=0.5).mul_(2)
+        self.z = threshold_singular_values(y, self.kappa)
+        move = self.z - x
+        subgradient = torch.addcmul(-move, self.metric, move)  # s/ρ = (H/ρ − 1) (Z − X)
+        # to Z's own rounding, spread over its entries, the metric adds its mean square
+        size = y.flatten(1).norm(dim=1) * (1 + self.metric).square_().mean((1, 2)).sqrt_()
+        rounding = _ROUNDING * torch.finfo(y.dtype).eps * size
+        torch.add(self.v, move, alpha=_RELAXATION, out=self.points[:, slot])
+        self.moves[:, slot] = move
+        products = (self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)).squeeze(-1)
+        numbers = torch.stack((subgradient.flatten(1).norm(dim=1), self.limit, rounding), 1)
+        numbers = torch.cat((numbers, products), 1).double().cpu()
+        self.residual, limit, floor, row = numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3:]
         self.products[:, slot] = self.products[:, :, slot] = row
-        done = ~(self.residual > limit)  # NaN ends it, too
-        if not first and bool(done.any()):
-            # a step never increases Q, so the first Z⁺ is no worse than the start
-            value, size = self._value(total)
-            worse = value > self.value + torch.finfo(y.dtype).eps * size
-            done &= ~worse.cpu()
+        done = ~(self.residual > limit.maximum(floor))  # NaN ends it, too
+        if bool(done.any()):
+            done &= (self.residual <= floor) | ~self._rises(subgradient).cpu()
         return done
 
-    def _value(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """θ Q = ½ <Z⁺, θ H Z⁺> − <θ b, Z⁺> + θ κ ‖Z⁺‖_* without the constant of Q, and the size of its terms."""
-        x = self.point.double()
-        curved = 0.5 * (x * x * (1 - self.damping)).sum((1, 2))
-        linear = (x * self.constant).sum((1, 2))
-        penalty = self.kappa.flatten() * total
-        return curved - linear + penalty, curved + linear.abs() + penalty
+    def _rises(self, subgradient: Tensor) -> Tensor:
+        """Whether Q(Z) ≤ Q(start) remains open; it follows from Q(start) − Q(Z) ≥ <s, Δ> + ½ <Δ, H Δ>, Δ = start − Z,
+        if that is not negative."""
+        delta = self.start - self.z
+        return (torch.addcmul(subgradient, self.metric, delta, value=0.5) * delta).sum((1, 2)) < 0
 
     def mix(self, slot: int) -> None:
-        """Z ← Σ c_i Z⁺_i. A matrix that strays goes back to its best point and makes some steps without mixing, twice
-        as many each time: these never increase Q."""
-        if not len(self.z):
+        """V ← Σ c_i V_i. A matrix that strays goes back to its best V and makes some steps without mixing, twice as
+        many each time: these converge."""
+        if not len(self.v):
             return
         better = self.residual < self.least
         stray = self.residual > _STRAY * self.least
@@ -181,17 +192,16 @@ class _Batch:
         alone = torch.zeros_like(self.usable)
         alone[:, slot] = True
         weights = _weights(self.products, torch.where((self.plain > 0).unsqueeze(1), alone, self.usable), slot)
-        numbers = torch.cat((weights, better.unsqueeze(1), stray.unsqueeze(1)), 1).to(self.z)
-        self.best = torch.where(numbers[:, -2, None, None] > 0, self.point, self.best)
-        mixed = numbers[:, None, :-2] @ self.points.flatten(2)
-        self.z = torch.where(numbers[:, -1, None, None] > 0, self.best, mixed.reshape(self.z.shape))
+        numbers = torch.cat((weights, better.unsqueeze(1), stray.unsqueeze(1)), 1).to(self.v)
+        self.best = torch.where(numbers[:, -2, None, None] > 0, self.points[:, slot], self.best)
+        mixed = (numbers[:, None, :-2] @ self.points.flatten(2)).reshape(self.v.shape)
+        self.v = torch.where(numbers[:, -1, None, None] > 0, self.best, mixed)
 
 
 def _weights(products: Tensor, usable: Tensor, slot: int) -> Tensor:
     """The c of sum 1 that make Σ c_i f_i shortest, given <f_i, f_j>; 0 for those not usable."""
     norms = products.diagonal(dim1=1, dim2=2).sqrt()
     inverse = torch.where(usable & (norms > 0), 1 / norms, 0.0)
-    # moves of length 1; the products, sums in the moves' own type, are no more precise than the ridge
     cosines = products * inverse.unsqueeze(1) * inverse.unsqueeze(2)
     ridge = torch.where(usable, _RIDGE, 1.0)
     c = inverse * torch.linalg.solve(cosines + torch.diag_embed(ridge), inverse)
