@@ -16,7 +16,7 @@ from espalier.solvers.proximal_gradient import Tolerance
 from espalier.subproblem import Subproblem, as_tensor
 
 # The share of Z − X that a step without mixing adds to V; below 2 it converges.
-_RELAXATION = 1.6
+_RELAXATION = 1.3
 # A residual this many times the least so far is a failure of mixing.
 _STRAY = 2.0
 # Added to the squared lengths, 1, of the moves mixed: their products are no more precise in float32.
@@ -29,7 +29,7 @@ _ROUNDING = 8.0
 class DouglasRachford(Solver):
     """With ρ the geometric mean of H, V from the start's gradient, and q the smooth part of Q,
 
-        X = prox_{q/ρ}(V) = (b + ρ V) / (H + ρ),   Z = prox_{τψ/ρ}(2 X − V),   V ← V + 1.6 (Z − X),
+        X = prox_{q/ρ}(V) = (b + ρ V) / (H + ρ),   Z = prox_{τψ/ρ}(2 X − V),   V ← V + 1.3 (Z − X),
 
     where the new V is replaced by Σ c_i V_i over the last few, with the c, of sum 1, for which Σ c_i (Z_i − X_i) is
     shortest (Anderson mixing).
@@ -52,7 +52,7 @@ class DouglasRachford(Solver):
 
     tolerance: Tolerance = field(default_factory=lambda: Tolerance(1e-2))
     max_iters: int = 200
-    memory: int = 6
+    memory: int = 5
 
     def __post_init__(self) -> None:
         if not self.max_iters >= 1:
@@ -102,6 +102,8 @@ class DouglasRachford(Solver):
             metric=metric,
             kappa=kappa / rho,
             limit=(tolerance / rho).flatten(),
+            # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
+            unit=_ROUNDING * torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_(),
             best=start,
             points=start.new_zeros(count, memory, *start.shape[1:]),
             moves=start.new_zeros(count, memory, *start.shape[1:]),
@@ -130,6 +132,7 @@ class _Batch:
     metric: Tensor  # H/ρ
     kappa: Tensor  # κ/ρ
     limit: Tensor  # of ‖s/ρ‖
+    unit: Tensor  # rounding of s/ρ per norm of Z
     best: Tensor  # V after the step of least ‖s/ρ‖
     points: Tensor  # the last V, each after its step, in a ring
     moves: Tensor  # their Z − X
@@ -156,13 +159,10 @@ class _Batch:
         self.z = threshold_singular_values(y, self.kappa)
         move = self.z - x
         subgradient = torch.addcmul(-move, self.metric, move)  # s/ρ = (H/ρ − 1) (Z − X)
-        # to Z's own rounding, spread over its entries, the metric adds its mean square
-        size = y.flatten(1).norm(dim=1) * (1 + self.metric).square_().mean((1, 2)).sqrt_()
-        rounding = _ROUNDING * torch.finfo(y.dtype).eps * size
         torch.add(self.v, move, alpha=_RELAXATION, out=self.points[:, slot])
         self.moves[:, slot] = move
         products = (self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)).squeeze(-1)
-        numbers = torch.stack((subgradient.flatten(1).norm(dim=1), self.limit, rounding), 1)
+        numbers = torch.stack((subgradient.flatten(1).norm(dim=1), self.limit, self.unit * y.flatten(1).norm(dim=1)), 1)
         numbers = torch.cat((numbers, products), 1).double().cpu()
         self.residual, limit, floor, row = numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3:]
         self.products[:, slot] = self.products[:, :, slot] = row
