@@ -53,14 +53,19 @@ def by_products(x: Tensor, kappa: Tensor) -> Tensor:
     """What runs on a GPU."""
     if x.shape[-2] < x.shape[-1]:
         return by_products(x.mT, kappa).mT
+    singular_values._guesses.clear()
     found = singular_values._by_products(x, kappa)
     assert found is not None
+    # a guess far too large, as a shape's other matrices may leave it, costs time only
+    singular_values._guesses[x.device, x.shape] = 33
+    again = singular_values._by_products(x, kappa)
+    torch.testing.assert_close(again, found, rtol=0, atol=1e-6 * float(x.abs().max()))
     return found
 
 
 @every_shape
 @pytest.mark.parametrize("matrix", [gaussian, decaying, low_rank])
-@pytest.mark.parametrize("share", [1e-3, 0.1, 0.5, 0.93, 1.1])
+@pytest.mark.parametrize("share", [3e-5, 1e-3, 0.1, 0.5, 0.93, 1.1])
 @pytest.mark.parametrize("threshold", [threshold_singular_values, by_products])
 def test_threshold_against_float64(
     shape: tuple[int, ...], matrix: Callable[..., Tensor], share: float, threshold: Callable[..., Tensor]
@@ -117,7 +122,7 @@ def test_scalings_take_the_whole_interval_to_one(low: float) -> None:
     for alpha in singular_values._scalings(low):
         y = alpha * x
         x = 0.5 * y * (3 - y * y)
-    torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-9)
+    torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------- the subproblem

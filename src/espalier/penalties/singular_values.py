@@ -1,9 +1,9 @@
 """The soft-threshold of singular values, U max(Σ − κ, 0) Vᵀ, by whatever is cheapest where it runs.
 
 In float32 everything passes through the Gram matrix XᵀX in float64, which has twice the digits of X: squaring loses
-nothing that X knew unless κ is below 1e-5 σ_max. Below, and in float64, it is a singular value decomposition. On a GPU
-the Gram matrix is put through matrix products alone: where these take 0.6 ms (512×512, H200), its eigenvalues take
-4.7 ms, one matrix of a batch after another, and torch.linalg.svd 18.
+nothing that X knew unless κ is below 1e-5 σ_max. Below, and in float64, it is a singular value
+decomposition in float64. On a GPU the Gram matrix is put through matrix products alone: where these take 0.7 ms
+(512×512, H200), its eigenvalues take 4.7 ms, one matrix of a batch after another, and torch.linalg.svd 18.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRAM_BELOW = 1e10
 # n³ times matrices up to which launching the products takes longer than making them: they are then recorded once, and
 # replayed as one
 _RECORD_BELOW = 2**30
-_RECORDS = 16
+_RECORDS = 32
 
 _Key: TypeAlias = tuple[torch.device, torch.Size, int]
 
@@ -42,9 +42,10 @@ def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
 
 def _by_svd(x: Tensor, kappa: Tensor) -> Tensor:
     finite = x.isfinite().flatten(1).all(1).reshape(-1, 1, 1) & kappa.isfinite()  # LAPACK raises on others
-    u, s, vt = torch.linalg.svd(torch.where(finite, x, 0.0), full_matrices=False)
+    # in float64 always: on a GPU the one in float32 is off by 1e-4
+    u, s, vt = torch.linalg.svd(torch.where(finite, x, 0.0).double(), full_matrices=False)
     s = (s - kappa.squeeze(-1)).clamp_(min=0)
-    return torch.where(finite, (u * s.unsqueeze(-2)) @ vt, torch.nan)
+    return torch.where(finite, (u * s.unsqueeze(-2)) @ vt, torch.nan).to(x.dtype)
 
 
 def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
@@ -66,18 +67,18 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
 
 
 def _by_products(x: Tensor, kappa: Tensor) -> Tensor | None:
-    """The same from matrix products alone, which need to know how large (σ/κ)² may be: a power of 4, guessed from the
+    """The same from matrix products alone, which need to know how large (σ/κ)² may be: a power of 2, guessed from the
     last time."""
     key = (x.device, x.shape)
-    exponent = _guesses.get(key, 4)
+    exponent = _guesses.get(key, 8)
     while True:
         y, bound = _record(x, kappa, exponent)(x, kappa)
         size = float(bound)
         if not size < _GRAM_BELOW:
             return None
-        needed = math.frexp(size)[1] // 2 + 1
+        needed = math.frexp(size)[1]
         if needed <= exponent:
-            _guesses[key] = exponent if needed >= exponent - 1 else exponent - 1
+            _guesses[key] = exponent if needed >= exponent - 1 else needed + 1
             return y
         _guesses[key] = exponent = needed
 
@@ -96,7 +97,7 @@ def _products(x: Tensor, kappa: Tensor, largest: float) -> tuple[Tensor, Tensor]
     bound = torch.bmm(square, square).square().sum((1, 2), keepdim=True).pow(1 / 8)  # at most n^⅛ too large
     bound = torch.where(bound > 0, bound, 1.0)  # NaN stays in its matrix
     sign, square = sign / bound, square / bound.square()
-    for i, alpha in enumerate(_scalings(2 * _RESOLUTION / largest)):
+    for i, alpha in enumerate(_scalings(max(2 * _RESOLUTION / largest, 1e-12))):
         square = torch.bmm(sign, sign) if i else square
         sign = torch.baddbmm(sign, sign, square, beta=1.5 * alpha, alpha=-0.5 * alpha**3)
     above = (sign + one) / 2  # E
@@ -147,8 +148,8 @@ _pools: dict[torch.device, Any] = {}  # memory that all records share: none runs
 
 
 def _record(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`_products` for (σ/κ)² up to a power of 4, recorded where that pays."""
-    largest = 4.0**exponent
+    """`_products` for (σ/κ)² up to a power of 2, recorded where that pays."""
+    largest = 2.0**exponent
     if not x.is_cuda or len(x) * x.shape[-1] ** 3 > _RECORD_BELOW:
         return partial(_products, largest=largest)
     key = (x.device, x.shape, exponent)
@@ -161,12 +162,13 @@ def _record(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor
 
 
 def _scalings(low: float) -> list[float]:
-    """α of each step that takes [low, 1] to 1 in the fewest.
+    """α of each step that takes [low, 1] to 1, within the rounding of float32, in the fewest.
 
-    ½ y (3 − y²) is 1 at most, at y = 1. α² = 3 / (1 + l + l²) lets it take the same value at both ends of α [l, 1].
+    ½ y (3 − y²) is 1 at most, at y = 1. α² = 3 / (1 + l + l²) lets it take the same value at both ends of α [l, 1],
+    about 2.6 l: were l near the rounding of float64, 1 would be lost.
     """
     alphas = []
-    while 1 - low > 1e-10:
+    while 1 - low > 1e-6:
         alpha = math.sqrt(3 / (1 + low + low * low))
         low = 0.5 * alpha * low * (3 - (alpha * low) ** 2)
         alphas.append(alpha)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty
@@ -88,25 +89,27 @@ class DouglasRachford(Solver):
         metric = as_tensor(problem.metric, start).expand(start.shape)
         rho = metric.log().mean((1, 2), keepdim=True).exp()
         metric, linear = metric / rho, problem.linear / rho
-        tolerance = as_tensor(self.tolerance.at(problem.t), start) * kappa * min(start.shape[1:]) ** 0.5
+        v = torch.addcmul(start - linear, metric, start)  # at which X is the start
+        tolerance = as_tensor(self.tolerance.at(problem.t), start) * kappa / rho * min(start.shape[1:]) ** 0.5
+        # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
+        rounding = torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_()
+        rounding *= vector_norm(2 * start - v, dim=(1, 2))
         inverse = 1 / (1 + metric)
         count, memory = len(start), self.memory
         return _Batch(
             index=torch.arange(count, device=start.device),
             start=start,
-            # at which X is the start
-            v=torch.addcmul(start - linear, metric, start),
+            v=v,
             z=start,
-            inverse=inverse,
-            constant=linear * inverse,
-            metric=metric,
+            factor=2 * inverse - 1,
+            constant=2 * linear * inverse,
+            stiffness=metric - 1,
             kappa=kappa / rho,
-            limit=(tolerance / rho).flatten(),
-            # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
-            unit=_ROUNDING * torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_(),
-            best=start,
+            best=v,
             points=start.new_zeros(count, memory, *start.shape[1:]),
             moves=start.new_zeros(count, memory, *start.shape[1:]),
+            limit=tolerance.flatten().cpu().double(),
+            floor=_ROUNDING * rounding.cpu().double(),
             products=torch.zeros(count, memory, memory, dtype=torch.float64),
             usable=torch.zeros(count, memory, dtype=torch.bool),
             residual=torch.zeros(count, dtype=torch.float64),
@@ -118,27 +121,27 @@ class DouglasRachford(Solver):
 
 @dataclass
 class _Batch:
-    """Matrices of one shape under way, the problem of each divided by its ρ.
+    """Matrices of one shape under way, the problem of each divided by its ρ: H is H/ρ here, b is b/ρ and κ is κ/ρ.
 
-    The last six are numbers that decide what comes next, and lie on the host.
+    From `limit` on, numbers that decide what comes next, on the host.
     """
 
     index: Tensor  # of each matrix in the whole batch
     start: Tensor
     v: Tensor
     z: Tensor
-    inverse: Tensor  # 1 / (H/ρ + 1)
-    constant: Tensor  # (b/ρ) / (H/ρ + 1)
-    metric: Tensor  # H/ρ
-    kappa: Tensor  # κ/ρ
-    limit: Tensor  # of ‖s/ρ‖
-    unit: Tensor  # rounding of s/ρ per norm of Z
-    best: Tensor  # V after the step of least ‖s/ρ‖
+    factor: Tensor  # 2/(H + 1) − 1
+    constant: Tensor  # 2 b/(H + 1)
+    stiffness: Tensor  # H − 1
+    kappa: Tensor
+    best: Tensor  # V after the step of least ‖s‖
     points: Tensor  # the last V, each after its step, in a ring
     moves: Tensor  # their Z − X
+    limit: Tensor  # of ‖s‖
+    floor: Tensor  # what rounding leaves of ‖s‖
     products: Tensor  # the moves' inner products
     usable: Tensor  # which of them may be mixed
-    residual: Tensor  # ‖s/ρ‖
+    residual: Tensor  # ‖s‖
     least: Tensor  # the least so far
     pause: Tensor  # how many steps to make without mixing after the next failure
     plain: Tensor  # how many of those are still to be made
@@ -154,28 +157,27 @@ class _Batch:
 
     def step(self, slot: int) -> Tensor:
         """The next Z. Returns, on the host, which matrices it solves."""
-        x = torch.addcmul(self.constant, self.inverse, self.v)
-        y = torch.sub(x, self.v, alpha=0.5).mul_(2)
+        y = torch.addcmul(self.constant, self.factor, self.v)  # 2 X − V
         self.z = threshold_singular_values(y, self.kappa)
-        move = self.z - x
-        subgradient = torch.addcmul(-move, self.metric, move)  # s/ρ = (H/ρ − 1) (Z − X)
+        move = torch.sub(self.z, y.add_(self.v), alpha=0.5)  # Z − X
+        subgradient = self.stiffness * move  # s = (H − 1) (Z − X)
         torch.add(self.v, move, alpha=_RELAXATION, out=self.points[:, slot])
         self.moves[:, slot] = move
-        products = (self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)).squeeze(-1)
-        numbers = torch.stack((subgradient.flatten(1).norm(dim=1), self.limit, self.unit * y.flatten(1).norm(dim=1)), 1)
-        numbers = torch.cat((numbers, products), 1).double().cpu()
-        self.residual, limit, floor, row = numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3:]
-        self.products[:, slot] = self.products[:, :, slot] = row
-        done = ~(self.residual > limit.maximum(floor))  # NaN ends it, too
+        products = self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)
+        residual = vector_norm(subgradient, dim=(1, 2))
+        numbers = torch.cat((residual.unsqueeze(1), products.squeeze(-1)), 1).cpu().double()
+        self.residual = numbers[:, 0]
+        self.products[:, slot] = self.products[:, :, slot] = numbers[:, 1:]
+        done = ~(self.residual > self.limit.maximum(self.floor))  # NaN ends it, too
         if bool(done.any()):
-            done &= (self.residual <= floor) | ~self._rises(subgradient).cpu()
+            done &= (self.residual <= self.floor) | self._descends(subgradient).cpu()
         return done
 
-    def _rises(self, subgradient: Tensor) -> Tensor:
-        """Whether Q(Z) ≤ Q(start) remains open; it follows from Q(start) − Q(Z) ≥ <s, Δ> + ½ <Δ, H Δ>, Δ = start − Z,
-        if that is not negative."""
+    def _descends(self, subgradient: Tensor) -> Tensor:
+        """Q(Z) ≤ Q(start), as follows for s ∈ ∂Q(Z) from Q(start) − Q(Z) ≥ <s, Δ> + ½ <Δ, H Δ>, Δ = start − Z."""
         delta = self.start - self.z
-        return (torch.addcmul(subgradient, self.metric, delta, value=0.5) * delta).sum((1, 2)) < 0
+        rise = torch.addcmul(subgradient + 0.5 * delta, self.stiffness, delta, value=0.5).mul_(delta).sum((1, 2))
+        return ~(rise < 0)
 
     def mix(self, slot: int) -> None:
         """V ← Σ c_i V_i. A matrix that strays goes back to its best V and makes some steps without mixing, twice as
@@ -192,10 +194,16 @@ class _Batch:
         alone = torch.zeros_like(self.usable)
         alone[:, slot] = True
         weights = _weights(self.products, torch.where((self.plain > 0).unsqueeze(1), alone, self.usable), slot)
-        numbers = torch.cat((weights, better.unsqueeze(1), stray.unsqueeze(1)), 1).to(self.v)
-        self.best = torch.where(numbers[:, -2, None, None] > 0, self.points[:, slot], self.best)
-        mixed = (numbers[:, None, :-2] @ self.points.flatten(2)).reshape(self.v.shape)
-        self.v = torch.where(numbers[:, -1, None, None] > 0, self.best, mixed)
+        self.best = _choose(better, self.points[:, slot], self.best)
+        mixed = weights.unsqueeze(1).to(self.v) @ self.points.flatten(2)
+        self.v = _choose(stray, self.best, mixed.reshape(self.v.shape))
+
+
+def _choose(which: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A copy of a for the matrices chosen, b for the others."""
+    if not bool(which.any()):
+        return b
+    return a.clone() if bool(which.all()) else torch.where(which.to(a.device).reshape(-1, 1, 1), a, b)
 
 
 def _weights(products: Tensor, usable: Tensor, slot: int) -> Tensor:
