@@ -14,6 +14,7 @@ import espalier
 from espalier import DouglasRachford, NuclearNorm, Partition, ProximalGradient, Subproblem, Tolerance
 from espalier.penalties import singular_values
 from espalier.penalties.singular_values import threshold_singular_values
+from espalier.solvers.anderson import Anderson, _shortest
 
 SHAPES = ((3, 40, 24), (2, 17, 30), (2, 16, 16), (1, 1, 9), (2, 9, 1))
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -357,3 +358,83 @@ def test_training_keeps_the_promise_and_stays_cheap() -> None:
         assert solve.decrease >= 0
     with optimizer.structured():
         assert 0 < espalier.structure(optimizer).layers[0].rank < 48
+
+
+# ------------------------------------------------------------------------------------------------- mixing
+
+
+def test_mixing_finds_the_shortest_combination() -> None:
+    moves = torch.randn(4, 30, generator=source(20), dtype=torch.float64) * torch.logspace(0, -3, 4).double()[:, None]
+    c = torch.tensor(_shortest((moves @ moves.mT).tolist()), dtype=torch.float64)
+    torch.testing.assert_close(c.sum(), torch.ones_like(c.sum()))
+    # shortest: orthogonal to every direction of sum 0
+    left = (moves[1:] - moves[:1]) @ (c @ moves)
+    assert (left.abs() <= 1e-4 * moves.norm(dim=1)[1:] * (c @ moves).norm()).all()
+
+
+@pytest.mark.parametrize("products", [[[0.0, 0.0], [0.0, 1.0]], [[math.nan] * 2] * 2, [[math.inf, 1.0], [1.0, 1.0]]])
+def test_mixing_gives_up_on_what_it_cannot_mix(products: list[list[float]]) -> None:
+    assert _shortest(products) is None
+    mixing = Anderson(dict(zip([(0, 0), (0, 1), (1, 0), (1, 1)], sum(products, []), strict=True)), usable=[0, 1])
+    assert mixing.weights(1, memory=3) == [0.0, 1.0, 0.0]
+
+
+def test_mixing_pauses_longer_after_each_failure() -> None:
+    mixing = Anderson()
+    assert mixing.add(0, 1.0, [1.0, 0.0]) == (True, False)
+    for pause in (1, 2, 4):
+        assert mixing.add(1, 2.1, [0.1, 1.0]) == (False, True)
+        for _ in range(pause):
+            assert mixing.plain
+            assert mixing.add(0, 1.5, [1.0, 0.1]) == (False, False)
+        assert not mixing.plain
+    assert mixing.add(1, 0.9, [0.1, 1.0]) == (True, False)
+    assert mixing.weights(1, memory=2) == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("memory", [1, 2, 20])
+def test_any_memory_leads_to_the_solution(memory: int) -> None:
+    shape = (2, 12, 10)
+    problem = pose(shape, 21)
+    penalty, solver = penalty_for(problem, 0.3), DouglasRachford(Tolerance(1e-8), max_iters=2000, memory=memory)
+    z = solver.solve(problem, penalty, whole(shape), problem.anchor)
+    torch.testing.assert_close(z.point, truth(problem, penalty), rtol=0, atol=1e-6)
+    assert z.iterations < 2000
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@pytest.mark.gpu
+@every_shape
+@pytest.mark.parametrize("share", [1e-6, 1e-3, 0.5, 1.1])
+def test_threshold_on_a_gpu(shape: tuple[int, ...], share: float) -> None:
+    for scale in (1.0, 1e-6, 1e8, 1.0):  # what is recorded serves other numbers
+        x = (scale * gaussian(shape)).cuda()
+        kappa = share * torch.linalg.matrix_norm(x, 2).reshape(-1, 1, 1)
+        exact, singular = thresholded(x, kappa)
+        y = threshold_singular_values(x, kappa)
+        assert (torch.linalg.matrix_norm(y - exact) <= 1e-6 * torch.linalg.matrix_norm(x)).all()
+        assert share < 1 or not y.any()
+        rank = NuclearNorm(1.0).structure(y, whole(shape)).rank
+        assert rank is not None
+        assert torch.equal(rank, (singular > max(shape[1:]) * 1.2e-7 * singular[:, :1]).sum(-1))
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_solution_on_a_gpu(dtype: torch.dtype) -> None:
+    shape = (4, 30, 20)
+    problem, groups = pose(shape, 22, dtype=dtype), whole(shape)
+    penalty, solver = penalty_for(problem, 0.4), DouglasRachford(Tolerance(1e-4))
+    problem.direction[2, 0, 0] = math.nan
+    moved = {k: getattr(problem, k).cuda() for k in ("anchor", "direction", "metric")}
+    here = solver.solve(problem, penalty, groups, problem.anchor).point
+    there = solver.solve(replace(problem, **moved), penalty, groups, moved["anchor"]).point.cpu()
+    torch.testing.assert_close(there, here, rtol=0, atol=1e-3, equal_nan=True)
+    assert there[2].isnan().all()

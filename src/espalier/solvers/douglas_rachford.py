@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +13,13 @@ from espalier.partition import Partition
 from espalier.penalties.base import Penalty
 from espalier.penalties.nuclear_norm import NuclearNorm
 from espalier.penalties.singular_values import threshold_singular_values
+from espalier.solvers.anderson import Anderson
 from espalier.solvers.base import Solution, Solver
 from espalier.solvers.proximal_gradient import Tolerance
 from espalier.subproblem import Subproblem, as_tensor
 
 # The share of Z − X that a step without mixing adds to V; below 2 it converges.
 _RELAXATION = 1.3
-# A residual this many times the least so far is a failure of mixing.
-_STRAY = 2.0
-# Added to the squared lengths, 1, of the moves mixed: their products are no more precise in float32.
-_RIDGE = 1e-7
 # Units of rounding of its terms that the residual is not asked to fall below.
 _ROUNDING = 8.0
 
@@ -41,9 +39,10 @@ class DouglasRachford(Solver):
 
         s = (H − ρ) (Z − X) ∈ ∂Q(Z),   ‖s‖ ≤ ε_t τ λ weight √min(m, n),   Q(Z) ≤ Q(start).
 
-    So ε_t is relative to the largest norm that a subgradient of ψ has; in units of Q/τ, in which the paper's
-    Algorithm 1 calls its solver and its proofs use ε_t, the bound is square-summable. What rounding adds to s is not
-    asked for. The default, 0.01 t^(−0.6), is as precise as proximal gradient is when it stops at rtol = 1e-8.
+    So ε_t is relative to the largest norm in τ ∂ψ. The bound is square-summable in units of Q/τ, in which Algorithm 1
+    calls its solver (the proofs for RAMDA need ‖s‖/α_t → 0) and ProxGen states its problem. What rounding adds to s is
+    not asked for: 8 units of it, of the norm of 2 X − V and the mean square of H + ρ. The default, 0.01 t^(−0.6), is as
+    precise as proximal gradient is when it stops at rtol = 1e-8.
 
     Attributes:
         tolerance: ε_t.
@@ -67,22 +66,23 @@ class DouglasRachford(Solver):
     def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
         assert isinstance(penalty, NuclearNorm)
         kappa = as_tensor(problem.tau * (penalty.lam * penalty.weight), start).expand(len(start), 1, 1)
-        free = (kappa == 0).flatten().cpu()
+        penalised: list[bool] = (kappa != 0).flatten().tolist()
         # κ = 0 is an ordinary case, and a − d/H to the bit
-        point = problem.unpenalised() if bool(free.any()) else torch.empty_like(start)
-        batch = self._begin(problem, kappa, start).only(~free)
+        point = torch.empty_like(start) if all(penalised) else problem.unpenalised()
+        batch = self._begin(problem, kappa, start).only(penalised)
         iterations = 0
         while len(batch.v) and iterations < self.max_iters:
             slot = iterations % self.memory
             iterations += 1
             done = batch.step(slot)
             if iterations == self.max_iters:
-                done = torch.ones_like(done)
-            if bool(done.any()):
+                done = [True] * len(done)
+            if any(done):
                 solved = batch.only(done)
                 point[solved.index] = solved.z
-                batch = batch.only(~done)
-            batch.mix(slot)
+                batch = batch.only([not d for d in done])
+            if len(batch.v):
+                batch.mix(slot)
         return Solution(point, iterations)
 
     def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> _Batch:
@@ -108,14 +108,9 @@ class DouglasRachford(Solver):
             best=v,
             points=start.new_zeros(count, memory, *start.shape[1:]),
             moves=start.new_zeros(count, memory, *start.shape[1:]),
-            limit=tolerance.flatten().cpu().double(),
-            floor=_ROUNDING * rounding.cpu().double(),
-            products=torch.zeros(count, memory, memory, dtype=torch.float64),
-            usable=torch.zeros(count, memory, dtype=torch.bool),
-            residual=torch.zeros(count, dtype=torch.float64),
-            least=torch.full((count,), torch.inf, dtype=torch.float64),
-            pause=torch.ones(count, dtype=torch.long),
-            plain=torch.zeros(count, dtype=torch.long),
+            limits=torch.stack((tolerance.flatten(), _ROUNDING * rounding), 1).tolist(),
+            mixing=[Anderson() for _ in range(count)],
+            numbers=[[] for _ in range(count)],
         )
 
 
@@ -123,7 +118,7 @@ class DouglasRachford(Solver):
 class _Batch:
     """Matrices of one shape under way, the problem of each divided by its ρ: H is H/ρ here, b is b/ρ and κ is κ/ρ.
 
-    From `limit` on, numbers that decide what comes next, on the host.
+    The lists are what the host knows of each matrix.
     """
 
     index: Tensor  # of each matrix in the whole batch
@@ -137,26 +132,23 @@ class _Batch:
     best: Tensor  # V after the step of least ‖s‖
     points: Tensor  # the last V, each after its step, in a ring
     moves: Tensor  # their Z − X
-    limit: Tensor  # of ‖s‖
-    floor: Tensor  # what rounding leaves of ‖s‖
-    products: Tensor  # the moves' inner products
-    usable: Tensor  # which of them may be mixed
-    residual: Tensor  # ‖s‖
-    least: Tensor  # the least so far
-    pause: Tensor  # how many steps to make without mixing after the next failure
-    plain: Tensor  # how many of those are still to be made
+    limits: list[list[float]]  # of ‖s‖: what is asked for, and what rounding leaves
+    mixing: list[Anderson]
+    numbers: list[list[float]]  # ‖s‖ and the products of the last move with those in the ring
 
-    def only(self, which: Tensor) -> _Batch:
+    def only(self, which: list[bool]) -> _Batch:
         """Some of the matrices."""
-        if bool(which.all()):
+        if all(which):
             return self
-        here = which.nonzero().squeeze(1)
-        there = here.to(self.v.device)
-        parts: dict[str, Tensor] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return _Batch(**{k: v.index_select(0, here if v.device == here.device else there) for k, v in parts.items()})
+        here = [i for i, chosen in enumerate(which) if chosen]
+        there = torch.tensor(here, dtype=torch.long, device=self.v.device)
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in parts.items():
+            parts[name] = value[there] if isinstance(value, Tensor) else [value[i] for i in here]
+        return _Batch(**parts)
 
-    def step(self, slot: int) -> Tensor:
-        """The next Z. Returns, on the host, which matrices it solves."""
+    def step(self, slot: int) -> list[bool]:
+        """The next Z. Returns which matrices it solves."""
         y = torch.addcmul(self.constant, self.factor, self.v)  # 2 X − V
         self.z = threshold_singular_values(y, self.kappa)
         move = torch.sub(self.z, y.add_(self.v), alpha=0.5)  # Z − X
@@ -164,56 +156,35 @@ class _Batch:
         torch.add(self.v, move, alpha=_RELAXATION, out=self.points[:, slot])
         self.moves[:, slot] = move
         products = self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)
-        residual = vector_norm(subgradient, dim=(1, 2))
-        numbers = torch.cat((residual.unsqueeze(1), products.squeeze(-1)), 1).cpu().double()
-        self.residual = numbers[:, 0]
-        self.products[:, slot] = self.products[:, :, slot] = numbers[:, 1:]
-        done = ~(self.residual > self.limit.maximum(self.floor))  # NaN ends it, too
-        if bool(done.any()):
-            done &= (self.residual <= self.floor) | self._descends(subgradient).cpu()
+        residual = vector_norm(subgradient, dim=(1, 2), keepdim=True)
+        self.numbers = torch.cat((residual, products), 1).squeeze(-1).tolist()
+        residuals = [row[0] for row in self.numbers]
+        # NaN ends it, too
+        done = [not r > max(limits) for r, limits in zip(residuals, self.limits, strict=True)]
+        if any(done):
+            ends = zip(done, residuals, self.limits, self._descends(subgradient), strict=True)
+            done = [small and (descends or not r > floor) for small, r, (_, floor), descends in ends]
         return done
 
-    def _descends(self, subgradient: Tensor) -> Tensor:
+    def _descends(self, subgradient: Tensor) -> list[bool]:
         """Q(Z) ≤ Q(start), as follows for s ∈ ∂Q(Z) from Q(start) − Q(Z) ≥ <s, Δ> + ½ <Δ, H Δ>, Δ = start − Z."""
         delta = self.start - self.z
-        rise = torch.addcmul(subgradient + 0.5 * delta, self.stiffness, delta, value=0.5).mul_(delta).sum((1, 2))
-        return ~(rise < 0)
+        gap = torch.addcmul(subgradient + 0.5 * delta, self.stiffness, delta, value=0.5).mul_(delta).sum((1, 2))
+        descends: list[bool] = (gap >= 0).tolist()
+        return descends
 
     def mix(self, slot: int) -> None:
-        """V ← Σ c_i V_i. A matrix that strays goes back to its best V and makes some steps without mixing, twice as
-        many each time: these converge."""
-        if not len(self.v):
-            return
-        better = self.residual < self.least
-        stray = self.residual > _STRAY * self.least
-        self.least = torch.where(better, self.residual, self.least)
-        self.usable[:, slot] = True
-        self.usable &= ~stray.unsqueeze(1)
-        self.plain = torch.where(stray, self.pause, (self.plain - 1).clamp(min=0))
-        self.pause = torch.where(stray, 2 * self.pause, self.pause)
-        alone = torch.zeros_like(self.usable)
-        alone[:, slot] = True
-        weights = _weights(self.products, torch.where((self.plain > 0).unsqueeze(1), alone, self.usable), slot)
-        self.best = _choose(better, self.points[:, slot], self.best)
-        mixed = weights.unsqueeze(1).to(self.v) @ self.points.flatten(2)
-        self.v = _choose(stray, self.best, mixed.reshape(self.v.shape))
+        """V ← Σ c_i V_i, or back to the best V."""
+        judged = [m.add(slot, row[0], row[1:]) for m, row in zip(self.mixing, self.numbers, strict=True)]
+        self.best = _choose([better for better, _ in judged], self.points[:, slot], self.best)
+        memory = self.points.shape[1]
+        weights = torch.tensor([[m.weights(slot, memory)] for m in self.mixing], dtype=self.v.dtype)
+        mixed = weights.to(self.v.device) @ self.points.flatten(2)
+        self.v = _choose([stray for _, stray in judged], self.best, mixed.reshape(self.v.shape))
 
 
-def _choose(which: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _choose(which: list[bool], a: Tensor, b: Tensor) -> Tensor:
     """A copy of a for the matrices chosen, b for the others."""
-    if not bool(which.any()):
+    if not any(which):
         return b
-    return a.clone() if bool(which.all()) else torch.where(which.to(a.device).reshape(-1, 1, 1), a, b)
-
-
-def _weights(products: Tensor, usable: Tensor, slot: int) -> Tensor:
-    """The c of sum 1 that make Σ c_i f_i shortest, given <f_i, f_j>; 0 for those not usable."""
-    norms = products.diagonal(dim1=1, dim2=2).sqrt()
-    inverse = torch.where(usable & (norms > 0), 1 / norms, 0.0)
-    cosines = products * inverse.unsqueeze(1) * inverse.unsqueeze(2)
-    ridge = torch.where(usable, _RIDGE, 1.0)
-    c = inverse * torch.linalg.solve(cosines + torch.diag_embed(ridge), inverse)
-    c = c / c.sum(1, keepdim=True)
-    last = torch.zeros_like(c)
-    last[:, slot] = 1.0
-    return torch.where(c.isfinite().all(1, keepdim=True), c, last)
+    return a.clone() if all(which) else torch.where(torch.tensor(which, device=a.device).reshape(-1, 1, 1), a, b)
