@@ -176,7 +176,7 @@ def truth(problem: Subproblem, penalty: NuclearNorm) -> Tensor:
     ratio = (h.amin((1, 2), keepdim=True) * theta).sqrt()
     kappa = theta * problem.tau * penalty.lam
     x = y = b / h
-    for _ in range(1500):
+    for _ in range(700):
         new = thresholded(y - theta * (h * y - b), kappa)[0]
         x, y = new, new + (1 - ratio) / (1 + ratio) * (new - x)
     return x
@@ -375,7 +375,7 @@ def test_mixing_finds_the_shortest_combination() -> None:
 @pytest.mark.parametrize("products", [[[0.0, 0.0], [0.0, 1.0]], [[math.nan] * 2] * 2, [[math.inf, 1.0], [1.0, 1.0]]])
 def test_mixing_gives_up_on_what_it_cannot_mix(products: list[list[float]]) -> None:
     assert _shortest(products) is None
-    mixing = Anderson(dict(zip([(0, 0), (0, 1), (1, 0), (1, 1)], sum(products, []), strict=True)), usable=[0, 1])
+    mixing = Anderson({(i, j): products[i][j] for i in (0, 1) for j in (0, 1)}, usable=[0, 1])
     assert mixing.weights(1, memory=3) == [0.0, 1.0, 0.0]
 
 

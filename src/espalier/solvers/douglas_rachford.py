@@ -20,13 +20,15 @@ from espalier.subproblem import Subproblem, as_tensor
 
 # The share of Z − X that a step without mixing adds to V; below 2 it converges.
 _RELAXATION = 1.3
+# A power mean of this exponent is the geometric mean, but for a rounding of 1e-5.
+_LEAST_POWER = 0.01
 # Units of rounding of its terms that the residual is not asked to fall below.
 _ROUNDING = 8.0
 
 
 @dataclass(frozen=True)
 class DouglasRachford(Solver):
-    """With ρ the geometric mean of H, V from the start's gradient, and q the smooth part of Q,
+    """With ρ a mean of H, V from the start's gradient, and q the smooth part of Q,
 
         X = prox_{q/ρ}(V) = (b + ρ V) / (H + ρ),   Z = prox_{τψ/ρ}(2 X − V),   V ← V + 1.3 (Z − X),
 
@@ -34,8 +36,12 @@ class DouglasRachford(Solver):
     shortest (Anderson mixing).
 
     H enters entry by entry, not through its maximum: the decades it spreads over cost far less than they cost proximal
-    gradient. Z is a proximal point, hence of exactly low rank. It is returned once it meets the paper's condition, for
-    each matrix:
+    gradient. ρ is the power mean of exponent κ √min(m, n) / ‖b‖, 1 at most: the arithmetic mean where low rank averages
+    H over rows and columns, the geometric where the penalty is weak and the entries stand alone. Either of these alone
+    takes up to twice the iterations.
+
+    Z is a proximal point, hence of exactly low rank. It is returned once it meets the paper's condition, for each
+    matrix:
 
         s = (H − ρ) (Z − X) ∈ ∂Q(Z),   ‖s‖ ≤ ε_t τ λ weight √min(m, n),   Q(Z) ≤ Q(start).
 
@@ -46,7 +52,7 @@ class DouglasRachford(Solver):
 
     Attributes:
         tolerance: ε_t.
-        max_iters: at most; the last Z is returned then.
+        max_iters: at most; the last one then starts from the best V.
         memory: how many V are mixed.
     """
 
@@ -74,9 +80,10 @@ class DouglasRachford(Solver):
         while len(batch.v) and iterations < self.max_iters:
             slot = iterations % self.memory
             iterations += 1
-            done = batch.step(slot)
-            if iterations == self.max_iters:
-                done = [True] * len(done)
+            last = iterations == self.max_iters
+            if last:
+                batch.v = batch.best
+            done = [ended or last for ended in batch.step(slot)]
             if any(done):
                 solved = batch.only(done)
                 point[solved.index] = solved.z
@@ -87,10 +94,12 @@ class DouglasRachford(Solver):
 
     def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> _Batch:
         metric = as_tensor(problem.metric, start).expand(start.shape)
-        rho = metric.log().mean((1, 2), keepdim=True).exp()
+        size = min(start.shape[1:]) ** 0.5
+        p = (kappa * size / vector_norm(problem.linear, dim=(1, 2), keepdim=True)).clamp(_LEAST_POWER, 1)
+        rho = metric.pow(p).mean((1, 2), keepdim=True).pow(1 / p)
         metric, linear = metric / rho, problem.linear / rho
         v = torch.addcmul(start - linear, metric, start)  # at which X is the start
-        tolerance = as_tensor(self.tolerance.at(problem.t), start) * kappa / rho * min(start.shape[1:]) ** 0.5
+        tolerance = as_tensor(self.tolerance.at(problem.t), start) * kappa / rho * size
         # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
         rounding = torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_()
         rounding *= vector_norm(2 * start - v, dim=(1, 2))
