@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import espalier
-from espalier import ClosedForm, Exact, NewtonRaphson, ProximalGradient, Subproblem, Tolerance
+from espalier import ClosedForm, DouglasRachford, Exact, NewtonRaphson, ProximalGradient, Subproblem, Tolerance
 from espalier.groupings import as_grouping
 from espalier.optim.diagnostics import residual
 from espalier.solvers import pick
@@ -766,28 +766,30 @@ def test_auto_picks_by_what_is_declared(case: PenaltyCase) -> None:
     penalty = case.build(0.1)
     assert isinstance(pick("auto", penalty, scalar_metric=True), ClosedForm)
     radial = case.build not in (espalier.NuclearNorm, ElasticNet)
-    assert isinstance(pick("auto", penalty, scalar_metric=False), Exact if radial else ProximalGradient)
+    other = DouglasRachford if case.build is espalier.NuclearNorm else ProximalGradient
+    assert isinstance(pick("auto", penalty, scalar_metric=False), Exact if radial else other)
     mine = NewtonRaphson(max_iters=7)
     chosen = pick("auto", penalty, scalar_metric=False, preferred=mine)
-    assert chosen is mine if radial and penalty.convex else isinstance(chosen, ProximalGradient | Exact)
+    assert chosen is mine if radial and penalty.convex else isinstance(chosen, Exact if radial else other)
     # what is picked serves
     assert chosen.lacks(penalty, False) is None
 
 
 @every_penalty
 @pytest.mark.parametrize("scalar", [False, True])
-@pytest.mark.parametrize("asked", ["exact", "newton", "pg", ClosedForm(), Exact(3), ProximalGradient(7)], ids=str)
+@pytest.mark.parametrize("asked", ["exact", "newton", "dr", "pg", ClosedForm(), Exact(3), ProximalGradient(7)], ids=str)
 def test_a_solver_asked_for_serves_or_says_what_is_missing(
     case: PenaltyCase, asked: str | espalier.Solver, scalar: bool
 ) -> None:
     penalty = case.build(0.1)
-    kinds = {"exact": Exact, "newton": NewtonRaphson, "pg": ProximalGradient}
+    kinds = {"exact": Exact, "newton": NewtonRaphson, "dr": DouglasRachford, "pg": ProximalGradient}
     kind = kinds[asked] if isinstance(asked, str) else type(asked)
     radial = case.build not in (espalier.NuclearNorm, ElasticNet)
     serves = {
         ClosedForm: scalar,
         Exact: radial,
         NewtonRaphson: radial and penalty.convex,
+        DouglasRachford: case.build is espalier.NuclearNorm,
         ProximalGradient: True,
     }[kind]
     if serves:
@@ -805,5 +807,5 @@ def test_a_solver_asked_for_serves_or_says_what_is_missing(
 def test_an_unknown_solver_is_answered_with_the_known_ones(asked: object) -> None:
     with pytest.raises(ValueError, match="no solver is called") as error:
         pick(asked, espalier.L1(0.1), False)
-    for part in (repr(asked), '"auto"', '"exact"', '"pg"', '"newton"', "espalier.ProximalGradient("):
+    for part in (repr(asked), '"auto"', '"exact"', '"pg"', '"newton"', '"dr"', "espalier.ProximalGradient("):
         assert part in str(error.value)

@@ -27,6 +27,7 @@ from espalier.penalties import SparseGroupLasso as SparseGroupLasso
 from espalier.regularize import Rule as Rule
 from espalier.regularize import regularize as regularize
 from espalier.solvers import ClosedForm as ClosedForm
+from espalier.solvers import DouglasRachford as DouglasRachford
 from espalier.solvers import Exact as Exact
 from espalier.solvers import NewtonRaphson as NewtonRaphson
 from espalier.solvers import ProximalGradient as ProximalGradient

@@ -11,6 +11,7 @@ from torch import Tensor
 from espalier.checks import check_number
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty, Structure
+from espalier.penalties.singular_values import threshold_singular_values
 from espalier.subproblem import Scalar, as_tensor
 
 
@@ -36,10 +37,10 @@ class NuclearNorm(Penalty):
 
     def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
         # U max(Σ − step λ, 0) Vᵀ
-        u, s, vt = torch.linalg.svd(x, full_matrices=False)
-        kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1)
-        s = (s.unsqueeze(-2) - kappa).clamp_(min=0)
-        return torch.where(kappa > 0, (u * s) @ vt, x)  # at step 0 x to the bit
+        kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1).expand(len(x), 1, 1)
+        kept = kappa == 0  # x to the bit then
+        y = threshold_singular_values(x, torch.where(kept, 1.0, kappa))
+        return torch.where(kept, x, y)
 
     def structure(self, x: Tensor, groups: Partition) -> Structure:
         """Rank: singular values above max(m, n) · ε · σ_max, ε the rounding unit of the entries' type (float32 at

@@ -6,6 +6,7 @@ from espalier.penalties.base import Penalty
 from espalier.solvers.base import Solution as Solution
 from espalier.solvers.base import Solver as Solver
 from espalier.solvers.closed_form import ClosedForm as ClosedForm
+from espalier.solvers.douglas_rachford import DouglasRachford as DouglasRachford
 from espalier.solvers.exact import Exact as Exact
 from espalier.solvers.newton_raphson import NewtonRaphson as NewtonRaphson
 from espalier.solvers.proximal_gradient import ProximalGradient as ProximalGradient
@@ -15,6 +16,7 @@ NAMED: dict[str, Solver] = {
     "exact": Exact(),
     "pg": ProximalGradient(),
     "newton": NewtonRaphson(),
+    "dr": DouglasRachford(),
 }
 
 
@@ -23,7 +25,7 @@ def pick(solver: str | Solver, penalty: Penalty, scalar_metric: bool, preferred:
     if isinstance(solver, str) and solver == "auto":
         if scalar_metric:
             return ClosedForm()
-        candidates = (preferred, NAMED["exact"], NAMED["pg"])
+        candidates = (preferred, NAMED["exact"], NAMED["dr"], NAMED["pg"])
         return next(s for s in candidates if s.lacks(penalty, scalar_metric) is None)
     if not isinstance(solver, Solver):
         if solver not in NAMED:

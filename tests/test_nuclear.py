@@ -1,0 +1,440 @@
+"""The soft-threshold of singular values, and the nuclear norm under a full metric by splitting and mixing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import espalier
+from espalier import DouglasRachford, NuclearNorm, Partition, ProximalGradient, Subproblem, Tolerance
+from espalier.penalties import singular_values
+from espalier.penalties.singular_values import threshold_singular_values
+from espalier.solvers.anderson import Anderson, _shortest
+
+SHAPES = ((3, 40, 24), (2, 17, 30), (2, 16, 16), (1, 1, 9), (2, 9, 1))
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def source(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def whole(shape: tuple[int, ...]) -> Partition:
+    return Partition(shape, (0,))
+
+
+# ------------------------------------------------------------------------------------------- the soft-threshold
+
+
+def gaussian(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=source(0))
+
+
+def decaying(shape: tuple[int, ...]) -> Tensor:
+    return gaussian(shape) * 10 ** torch.linspace(0, -3, shape[-1])
+
+
+def low_rank(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(*shape[:2], 2, generator=source(1)) @ torch.randn(shape[0], 2, shape[2], generator=source(2))
+
+
+def thresholded(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64, and by its definition."""
+    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    s = (s - kappa.double().squeeze(-1)).clamp(min=0)
+    return (u * s.unsqueeze(-2)) @ vt, s
+
+
+def by_products(x: Tensor, kappa: Tensor) -> Tensor:
+    """What runs on a GPU."""
+    if x.shape[-2] < x.shape[-1]:
+        return by_products(x.mT, kappa).mT
+    singular_values._guesses.clear()
+    found = singular_values._by_products(x, kappa)
+    assert found is not None
+    # a guess far too large, as a shape's other matrices may leave it, costs time only
+    singular_values._guesses[x.device, x.shape] = 33
+    again = singular_values._by_products(x, kappa)
+    torch.testing.assert_close(again, found, rtol=0, atol=1e-6 * float(x.abs().max()))
+    return found
+
+
+@every_shape
+@pytest.mark.parametrize("matrix", [gaussian, decaying, low_rank])
+@pytest.mark.parametrize("share", [3e-5, 1e-3, 0.1, 0.5, 0.93, 1.1])
+@pytest.mark.parametrize("threshold", [threshold_singular_values, by_products])
+def test_threshold_against_float64(
+    shape: tuple[int, ...], matrix: Callable[..., Tensor], share: float, threshold: Callable[..., Tensor]
+) -> None:
+    x = matrix(shape)
+    kappa = share * torch.linalg.matrix_norm(x, 2).reshape(-1, 1, 1)
+    exact, singular = thresholded(x, kappa)
+    y = threshold(x, kappa)
+    size = torch.linalg.matrix_norm(x)
+    assert y.dtype == x.dtype
+    assert (torch.linalg.matrix_norm(y - exact) <= 1e-6 * size).all()
+    # a product of low rank, in the sense in which rank is reported
+    rank = NuclearNorm(1.0).structure(y, whole(shape)).rank
+    assert rank is not None
+    assert torch.equal(rank, (singular > max(shape[1:]) * 1.2e-7 * singular[:, :1]).sum(-1))
+    if share > 1:
+        assert not y.any()
+
+
+@pytest.mark.parametrize("share", [1e-7, 1e-5, 1.0])
+def test_a_threshold_far_below_the_largest_singular_value(share: float) -> None:
+    u, _ = torch.linalg.qr(torch.randn(12, 5, generator=source(3), dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(8, 5, generator=source(4), dtype=torch.float64))
+    sizes = torch.tensor([1.0, 1e-2, 3e-5, 1e-6, 1e-9], dtype=torch.float64)
+    x = ((u * sizes) @ v.mT).unsqueeze(0)
+    kappa = torch.full((1, 1, 1), share, dtype=torch.float64)
+    torch.testing.assert_close(threshold_singular_values(x, kappa), thresholded(x, kappa)[0], rtol=0, atol=1e-14)
+    narrow = threshold_singular_values(x.float(), kappa.float())
+    torch.testing.assert_close(narrow.double(), thresholded(x.float(), kappa)[0], rtol=0, atol=3e-7)
+
+
+def test_the_gram_matrix_is_left_where_squares_lose_digits() -> None:
+    x = torch.diag(torch.tensor([1.0, 1e-3])).unsqueeze(0)
+    for method in (singular_values._by_products, singular_values._by_eigenvalues):
+        assert method(x, torch.full((1, 1, 1), 1e-6)) is None
+        assert method(x, torch.full((1, 1, 1), 1e-4)) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_one_broken_matrix_gives_nan_and_leaves_the_others(dtype: torch.dtype, broken: float) -> None:
+    x = gaussian((3, 6, 4)).to(dtype)
+    kappa = torch.ones(3, 1, 1, dtype=dtype)
+    expected = threshold_singular_values(x, kappa)
+    x[1, 2, 3] = broken
+    y = threshold_singular_values(x, kappa)
+    assert y[1].isnan().all()
+    torch.testing.assert_close(y[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("low", [1e-12, 1e-6, 0.01, 0.5, 1.0])
+def test_scalings_take_the_whole_interval_to_one(low: float) -> None:
+    x = torch.logspace(math.log10(low), 0, 1001, dtype=torch.float64)
+    for alpha in singular_values._scalings(low):
+        y = alpha * x
+        x = 0.5 * y * (3 - y * y)
+    torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- the subproblem
+
+
+def pose(shape: tuple[int, ...], seed: int, decades: float = 1.0, dtype: torch.dtype = torch.float64) -> Subproblem:
+    """Metrics spread over `decades`; singular values of b between 0 and about √m + √n."""
+    rand = source(seed)
+    metric = 10 ** (decades * (torch.rand(shape, generator=rand, dtype=torch.float64) - 0.5))
+    linear, anchor = torch.randn(2, *shape, generator=rand, dtype=torch.float64).unbind()
+    direction = metric * anchor - linear
+    return Subproblem(anchor.to(dtype), direction.to(dtype), metric.to(dtype), tau=1.3)
+
+
+def penalty_for(problem: Subproblem, share: float) -> NuclearNorm:
+    """κ that share of the largest singular value of b: the solution is 0 from 1 on."""
+    return NuclearNorm(share * float(torch.linalg.matrix_norm(problem.linear, 2).mean()) / 1.3)
+
+
+def values(problem: Subproblem, penalty: NuclearNorm, x: Tensor) -> Tensor:
+    """Q of each matrix."""
+    step = x.double() - problem.anchor.double()
+    smooth = (step * (0.5 * problem.metric * step + problem.pull * problem.direction)).sum((1, 2))
+    kappa = torch.as_tensor(problem.tau * penalty.lam, dtype=torch.float64).flatten()
+    return smooth + kappa * torch.linalg.svdvals(x.double()).sum(-1)
+
+
+def least_subgradient(problem: Subproblem, penalty: NuclearNorm, x: Tensor) -> Tensor:
+    """The norm of the shortest element of ∂Q(x), for each matrix, from the singular value decomposition of x alone."""
+    wide = replace(problem, anchor=problem.anchor.double(), direction=problem.direction.double())
+    gradient, shortest = wide.gradient(x.double()), []
+    for g, point, kappa in zip(
+        gradient, x.double(), torch.as_tensor(problem.tau, dtype=torch.float64).expand(len(x), 1, 1), strict=True
+    ):
+        bound = float(kappa) * penalty.lam
+        u, s, vt = torch.linalg.svd(point, full_matrices=False)
+        rank = int((s > max(x.shape[1:]) * torch.finfo(x.dtype).eps * s[0]).sum())
+        u, v = u[:, :rank], vt[:rank].mT
+        normal = g - u @ (u.mT @ g)
+        normal = normal - (normal @ v) @ v.mT
+        over = (torch.linalg.svdvals(normal) - bound).clamp(min=0)
+        shortest.append((over.square().sum() + (g - normal + bound * u @ v.mT).square().sum()).sqrt())
+    return torch.stack(shortest)
+
+
+def truth(problem: Subproblem, penalty: NuclearNorm) -> Tensor:
+    """By many steps of accelerated proximal gradient with singular value decompositions, in float64."""
+    b, h = problem.linear.double(), problem.metric.double()
+    theta = 1 / h.amax((1, 2), keepdim=True)
+    ratio = (h.amin((1, 2), keepdim=True) * theta).sqrt()
+    kappa = theta * problem.tau * penalty.lam
+    x = y = b / h
+    for _ in range(700):
+        new = thresholded(y - theta * (h * y - b), kappa)[0]
+        x, y = new, new + (1 - ratio) / (1 + ratio) * (new - x)
+    return x
+
+
+def ask(shape: tuple[int, ...], solver: DouglasRachford, t: float, penalty: NuclearNorm) -> float:
+    return float(solver.tolerance.at(t)) * 1.3 * penalty.lam * math.sqrt(min(shape[1:]))
+
+
+@every_shape
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 1.01])
+@pytest.mark.parametrize("decades", [0.0, 1.0, 3.0])
+def test_dr_finds_the_solution(shape: tuple[int, ...], share: float, decades: float) -> None:
+    problem = pose(shape, 5, decades)
+    penalty = penalty_for(problem, share)
+    solver = DouglasRachford(Tolerance(1e-9), max_iters=2000)
+    z = solver.solve(problem, penalty, whole(shape), problem.anchor)
+    exact = truth(problem, penalty)
+    torch.testing.assert_close(z.point, exact, rtol=0, atol=1e-7 * float(exact.abs().max() + 1))
+    assert (least_subgradient(problem, penalty, z.point) <= ask(shape, solver, 1, penalty) + 1e-12).all()
+    if decades == 0:
+        assert z.iterations == 1
+
+
+@every_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.8])
+def test_the_papers_condition(shape: tuple[int, ...], dtype: torch.dtype, share: float) -> None:
+    problem, groups = pose(shape, 6, decades=1.5, dtype=dtype), whole(shape)
+    penalty, solver = penalty_for(problem, share), DouglasRachford()
+    start = 3 * problem.anchor
+    for t in (1, 30, 1000):
+        z = solver.solve(replace(problem, t=t), penalty, groups, start)
+        assert z.iterations < solver.max_iters
+        slack = 2e-5 * float(torch.linalg.matrix_norm(problem.linear).max()) if dtype == torch.float32 else 0
+        assert (least_subgradient(problem, penalty, z.point) <= ask(shape, solver, t, penalty) + slack).all()
+        assert (values(problem, penalty, z.point) <= values(problem, penalty, start)).all()
+
+
+def test_later_steps_ask_for_more_and_no_step_for_nothing() -> None:
+    shape = (1, 24, 20)
+    problem, groups = pose(shape, 7, decades=1.5), whole(shape)
+    penalty, solver = penalty_for(problem, 0.3), DouglasRachford()
+    runs = [solver.solve(replace(problem, t=t), penalty, groups, problem.anchor) for t in (1, 100, 10000)]
+    counts = [run.iterations for run in runs]
+    assert counts == sorted(set(counts))
+    for run, t in zip(runs, (1, 100, 10000), strict=True):
+        short = replace(solver, max_iters=run.iterations - 1).solve(problem, penalty, groups, problem.anchor).point
+        assert least_subgradient(problem, penalty, short) > 0.3 * ask(shape, solver, t, penalty)
+    # from the solution it stops at once
+    assert solver.solve(replace(problem, t=10000), penalty, groups, runs[-1].point).iterations == 1
+
+
+def test_far_fewer_steps_than_proximal_gradient() -> None:
+    shape = (1, 48, 32)
+    problem, groups = pose(shape, 8, decades=1.5), whole(shape)
+    penalty, solver = penalty_for(problem, 0.2), DouglasRachford()
+    mixed = solver.solve(problem, penalty, groups, problem.anchor)
+    plain = ProximalGradient(max_iters=2000).solve(problem, penalty, groups, problem.anchor)
+    assert 3 * mixed.iterations < plain.iterations
+    # and no less precise
+    allowed = max(ask(shape, solver, 1, penalty), float(least_subgradient(problem, penalty, plain.point)))
+    assert least_subgradient(problem, penalty, mixed.point) <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_rank_is_that_of_the_solution(dtype: torch.dtype) -> None:
+    shape = (4, 30, 20)
+    problem, groups = pose(shape, 9, decades=1.0, dtype=dtype), whole(shape)
+    penalty = penalty_for(problem, 0.5)
+    exact = torch.linalg.svdvals(truth(problem, penalty))
+    z = DouglasRachford(Tolerance(1e-3)).solve(problem, penalty, groups, problem.anchor).point
+    rank = penalty.structure(z, groups).rank
+    assert rank is not None
+    assert rank.tolist() == (exact > 1e-6 * exact[:, :1]).sum(-1).tolist()
+    assert ((rank > 2) & (rank < 18)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_a_batch_is_its_matrices_one_by_one(shape: tuple[int, ...]) -> None:
+    problem = pose(shape, 10, decades=1.5)
+    count = shape[0]
+    # some near their solution, some not, and numbers of their own
+    scale = torch.logspace(-3, 3, count, dtype=torch.float64).reshape(-1, 1, 1)
+    numbers = {
+        "tau": torch.linspace(0.5, 2, count).double().reshape(-1, 1, 1),
+        "pull": torch.linspace(1, 2, count).double().reshape(-1, 1, 1),
+        "t": torch.linspace(1, 900, count).double().reshape(-1, 1, 1),
+    }
+    problem = replace(problem, metric=problem.metric * scale, direction=problem.direction * scale, **numbers)
+    problem = replace(problem, tau=problem.tau * scale)
+    penalty, solver = NuclearNorm(1.5), DouglasRachford()
+    start = problem.anchor.clone()
+    start[-1] = 0
+    together = solver.solve(problem, penalty, whole(shape), start)
+    counts = []
+    for i in range(count):
+        parts = {k: getattr(problem, k)[i : i + 1] for k in ("anchor", "direction", "metric", "tau", "pull", "t")}
+        alone = solver.solve(Subproblem(**parts), penalty, whole((1, *shape[1:])), start[i : i + 1])
+        torch.testing.assert_close(alone.point, together.point[i : i + 1], rtol=1e-9, atol=1e-10)
+        counts.append(alone.iterations)
+    assert together.iterations == max(counts)
+    assert len(set(counts)) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_threshold_the_solution_is_the_unpenalised_one(dtype: torch.dtype) -> None:
+    shape = (3, 5, 4)
+    problem, groups = pose(shape, 11, dtype=dtype), whole(shape)
+    free = problem.unpenalised()
+    assert torch.equal(DouglasRachford().solve(problem, NuclearNorm(0.0), groups, problem.anchor).point, free)
+    mixed = replace(problem, tau=torch.tensor([0.0, 1.0, 0.0], dtype=dtype).reshape(-1, 1, 1))
+    z = DouglasRachford().solve(mixed, NuclearNorm(1.0), groups, problem.anchor).point
+    assert torch.equal(z[[0, 2]], free[[0, 2]])
+    one = DouglasRachford().solve(replace(problem, tau=1.0), NuclearNorm(1.0), groups, problem.anchor).point
+    torch.testing.assert_close(z[1], one[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero(dtype: torch.dtype) -> None:
+    shape = (2, 6, 5)
+    problem, groups = pose(shape, 12, dtype=dtype), whole(shape)
+    z = DouglasRachford().solve(problem, NuclearNorm(1e6), groups, problem.anchor)
+    assert not z.point.any()
+    nothing = Subproblem(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), problem.metric, 1.0)
+    assert not DouglasRachford().solve(nothing, NuclearNorm(1.0), groups, nothing.anchor).point.any()
+
+
+@pytest.mark.parametrize("where", ["anchor", "direction", "metric", "start"])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_neither_hangs_nor_spreads(where: str, broken: float, dtype: torch.dtype) -> None:
+    shape = (3, 6, 5)
+    problem, groups = pose(shape, 13, dtype=dtype), whole(shape)
+    expected = DouglasRachford().solve(problem, NuclearNorm(1.0), groups, problem.anchor).point
+    start = problem.anchor.clone()
+    parts = {k: getattr(problem, k).clone() for k in ("anchor", "direction", "metric")}
+    (start if where == "start" else parts[where])[1, 2, 3] = broken
+    z = DouglasRachford().solve(replace(problem, **parts), NuclearNorm(1.0), groups, start)
+    assert z.point[1].isnan().all()
+    torch.testing.assert_close(z.point[[0, 2]], expected[[0, 2]])
+    assert z.iterations < 50
+
+
+@pytest.mark.parametrize("settings", [{"max_iters": 0}, {"memory": 0}], ids=str)
+def test_dr_refuses(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} must be"):
+        DouglasRachford(**settings)
+
+
+def test_it_survives_metrics_over_many_decades() -> None:
+    shape = (2, 16, 12)
+    for decades in (5.0, 8.0):
+        problem, groups = pose(shape, 14, decades=decades, dtype=torch.float32), whole(shape)
+        penalty = penalty_for(problem, 0.3)
+        z = DouglasRachford().solve(problem, penalty, groups, problem.anchor)
+        assert z.point.isfinite().all()
+        assert (values(problem, penalty, z.point) <= values(problem, penalty, problem.anchor)).all()
+
+
+def test_training_keeps_the_promise_and_stays_cheap() -> None:
+    from sklearn.datasets import load_digits
+
+    torch.manual_seed(0)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images[:500] / 16, dtype=torch.float32), torch.tensor(labels[:500])
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+    optimizer = espalier.RAMDA(espalier.regularize(model, NuclearNorm(3e-3)), lr=1e-2)
+    for step in range(60):
+        chosen = torch.randperm(500)[:64]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        if step < 59:
+            optimizer.step()
+    with optimizer.diagnostics() as report:
+        optimizer.step()
+    for solve in report.solves:
+        assert solve.iterations <= 25
+        assert solve.decrease >= 0
+    with optimizer.structured():
+        assert 0 < espalier.structure(optimizer).layers[0].rank < 48
+
+
+# ------------------------------------------------------------------------------------------------- mixing
+
+
+def test_mixing_finds_the_shortest_combination() -> None:
+    moves = torch.randn(4, 30, generator=source(20), dtype=torch.float64) * torch.logspace(0, -3, 4).double()[:, None]
+    c = torch.tensor(_shortest((moves @ moves.mT).tolist()), dtype=torch.float64)
+    torch.testing.assert_close(c.sum(), torch.ones_like(c.sum()))
+    # shortest: orthogonal to every direction of sum 0
+    left = (moves[1:] - moves[:1]) @ (c @ moves)
+    assert (left.abs() <= 1e-4 * moves.norm(dim=1)[1:] * (c @ moves).norm()).all()
+
+
+@pytest.mark.parametrize("products", [[[0.0, 0.0], [0.0, 1.0]], [[math.nan] * 2] * 2, [[math.inf, 1.0], [1.0, 1.0]]])
+def test_mixing_gives_up_on_what_it_cannot_mix(products: list[list[float]]) -> None:
+    assert _shortest(products) is None
+    mixing = Anderson({(i, j): products[i][j] for i in (0, 1) for j in (0, 1)}, usable=[0, 1])
+    assert mixing.weights(1, memory=3) == [0.0, 1.0, 0.0]
+
+
+def test_mixing_pauses_longer_after_each_failure() -> None:
+    mixing = Anderson()
+    assert mixing.add(0, 1.0, [1.0, 0.0]) == (True, False)
+    for pause in (1, 2, 4):
+        assert mixing.add(1, 2.1, [0.1, 1.0]) == (False, True)
+        for _ in range(pause):
+            assert mixing.plain
+            assert mixing.add(0, 1.5, [1.0, 0.1]) == (False, False)
+        assert not mixing.plain
+    assert mixing.add(1, 0.9, [0.1, 1.0]) == (True, False)
+    assert mixing.weights(1, memory=2) == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("memory", [1, 2, 20])
+def test_any_memory_leads_to_the_solution(memory: int) -> None:
+    shape = (2, 12, 10)
+    problem = pose(shape, 21)
+    penalty, solver = penalty_for(problem, 0.3), DouglasRachford(Tolerance(1e-8), max_iters=2000, memory=memory)
+    z = solver.solve(problem, penalty, whole(shape), problem.anchor)
+    torch.testing.assert_close(z.point, truth(problem, penalty), rtol=0, atol=1e-6)
+    assert z.iterations < 2000
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@pytest.mark.gpu
+@every_shape
+@pytest.mark.parametrize("share", [1e-6, 1e-3, 0.5, 1.1])
+def test_threshold_on_a_gpu(shape: tuple[int, ...], share: float) -> None:
+    for scale in (1.0, 1e-6, 1e8, 1.0):  # what is recorded serves other numbers
+        x = (scale * gaussian(shape)).cuda()
+        kappa = share * torch.linalg.matrix_norm(x, 2).reshape(-1, 1, 1)
+        exact, singular = thresholded(x, kappa)
+        y = threshold_singular_values(x, kappa)
+        assert (torch.linalg.matrix_norm(y - exact) <= 1e-6 * torch.linalg.matrix_norm(x)).all()
+        assert share < 1 or not y.any()
+        rank = NuclearNorm(1.0).structure(y, whole(shape)).rank
+        assert rank is not None
+        assert torch.equal(rank, (singular > max(shape[1:]) * 1.2e-7 * singular[:, :1]).sum(-1))
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_solution_on_a_gpu(dtype: torch.dtype) -> None:
+    shape = (4, 30, 20)
+    problem, groups = pose(shape, 22, dtype=dtype), whole(shape)
+    penalty, solver = penalty_for(problem, 0.4), DouglasRachford(Tolerance(1e-4))
+    problem.direction[2, 0, 0] = math.nan
+    moved = {k: getattr(problem, k).cuda() for k in ("anchor", "direction", "metric")}
+    here = solver.solve(problem, penalty, groups, problem.anchor).point
+    there = solver.solve(replace(problem, **moved), penalty, groups, moved["anchor"]).point.cpu()
+    torch.testing.assert_close(there, here, rtol=0, atol=1e-3, equal_nan=True)
+    assert there[2].isnan().all()
