@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -86,3 +87,25 @@ class Subproblem:
         step = x - self.anchor
         smooth = add_scaled(0.5 * self.metric * step, self.direction, self.pull).mul_(step).sum()
         return smooth + self.tau * penalty.value(x, groups)
+
+
+def together(problems: Sequence[Subproblem]) -> Subproblem:
+    """Problems over stacks of matrices as one problem, over all of them."""
+    first = problems[0]
+
+    def stack(name: str) -> Scalar:
+        values = [getattr(problem, name) for problem in problems]
+        if all(not isinstance(v, Tensor) and v == values[0] for v in values):
+            return float(values[0])
+        each = zip(values, problems, strict=True)
+        return torch.cat([as_tensor(v, q.anchor).reshape(1, 1, 1).expand(len(q.anchor), 1, 1) for v, q in each])
+
+    return Subproblem(
+        anchor=torch.cat([q.anchor for q in problems]),
+        direction=torch.cat([q.direction for q in problems]),
+        metric=stack("metric") if first.is_scalar else torch.cat([cast(Tensor, q.metric) for q in problems]),
+        tau=stack("tau"),
+        t=stack("t"),
+        pull=stack("pull"),
+        scale=stack("scale"),
+    )

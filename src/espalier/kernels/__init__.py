@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from espalier.partition import Partition
 from espalier.penalties import L1, GroupLasso, GroupMCP, SparseGroupLasso
 from espalier.solvers import ClosedForm, Exact, NewtonRaphson
 
@@ -41,7 +42,7 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
     if find_spec("triton") is None:
         return "Triton is not installed"
     from espalier.kernels import launch
-    from espalier.kernels.geometry import geometry
+    from espalier.kernels.geometry import geometry, tile_of
 
     # the interpreter is for tests: only where it is asked for
     if p.device.type != "cuda" and not (p.device.type == "cpu" and group["fused"] and launch.interpreted()):
@@ -55,9 +56,20 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return f"its memory, with strides {p.stride()}, has gaps or another order than its groups"
     if isinstance(penalty, L1 | None):
         return None
-    if launch.tile_of(at, launch.processors(p.device)) is None:
+    if tile_of(at, launch.processors(p.device)) is None:
         return f"its groups of {at.rows * at.run} entries are too large"
     return None
+
+
+def first_radius(groups: Partition, weight: Tensor) -> Tensor:
+    """Where Newton begins in a first step: each group's norm, and the scale of its series."""
+    norms = groups.norm(groups.split(weight)).reshape(-1)
+    return torch.stack([norms, norms.clamp(min=1e-6) / 4])
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 class Fused:
@@ -102,7 +114,7 @@ class Fused:
                 by_device.setdefault(p.device, []).append(p)
         if not by_device:
             return [], rest
-        if any(d.type == "cuda" for d in by_device) and torch.cuda.is_current_stream_capturing():
+        if capturing():
             raise RuntimeError("take a step before capturing one: tables must be made that a CUDA graph cannot make.")
         from espalier.kernels.launch import Plan
 

@@ -288,7 +288,7 @@ def scalar_factor(norm, end, CONCAVE: tl.constexpr):
     return tl.where(norm == norm, factor, norm)  # NaN stays NaN
 
 
-# ---------------------------------------------------------------------------------------------------- the next r
+# ------------------------------------------------------------------------------------------------ the next r
 
 
 @triton.jit
@@ -355,7 +355,7 @@ def own(v, place, AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr):
     return v[None, :] if AXIS == 0 else v[:, None]
 
 
-# ---------------------------------------------------------------------------------------------------- sums over programs
+# ------------------------------------------------------------------------------------------------ sums over programs
 
 
 @triton.jit
@@ -446,7 +446,7 @@ def is_better(r, outer, gain, flat):
     return (outer >= 1) & (gain + r / flat * (2 - r / flat) > 1)
 
 
-# ---------------------------------------------------------------------------------------------------- the step
+# ------------------------------------------------------------------------------------------------ the step
 
 
 @triton.jit(do_not_specialize=["max_iters"])

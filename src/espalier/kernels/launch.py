@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels import device
+from espalier.kernels import capturing, device, first_radius
 from espalier.kernels.geometry import Geometry, Tile, geometry, tile_of
 from espalier.penalties import L1, GroupMCP, SparseGroupLasso
 from espalier.penalties.base import group_weight
@@ -121,8 +121,7 @@ class Plan:
             groups = self._optimizer._partition(self._group, p)
             radius = state.get("radius")
             if radius is None or radius.shape[1] != groups.count:
-                norms = groups.norm(groups.split(state.get("master", p))).reshape(-1)
-                state["radius"] = torch.stack([norms, norms.clamp(min=1e-6) / 4])
+                state["radius"] = first_radius(groups, state.get("master", p))
 
     def _slabs(self, i: int) -> Iterator[tuple[Bucket, Slab]]:
         p, optimizer = self._params[i], self._optimizer
@@ -172,7 +171,7 @@ class Plan:
         sums = 1 if self._optimizer.scalar_metric else 6
         rooms = [n * (2, sums * bucket.tile.width)[i] if bucket.tile else 0 for bucket, _, n in works for i in (0, 1)]
         zeroed = torch.zeros(sum(rooms), dtype=torch.int32, device=self._device)
-        views = zeroed.split(rooms)
+        views = torch.split(zeroed, rooms)
         return zeroed, [
             Launch(
                 bucket,
@@ -190,33 +189,32 @@ class Plan:
         rows = torch.tensor([slab.row for slab in self._slabs_in_order])
         return rows.pin_memory() if self._device.type == "cuda" else rows
 
-    def _point_at(self, grads: Sequence[Tensor], capturing: bool) -> None:
+    def _point_at(self, grads: Sequence[Tensor], captured: bool) -> None:
         """Let the table hold the gradients' addresses."""
         addresses = [g.data_ptr() for g in grads]
         self._aligned = all(a % 16 == 0 for a in addresses)
-        if addresses == self._grads and not (capturing or self._captured):
+        if addresses == self._grads and not (captured or self._captured):
             return
         # a captured copy reads the host's memory at every replay: it keeps its own, made ready before
-        rows = self._spare if capturing else self._pinned_rows()
+        rows = self._spare if captured else self._pinned_rows()
         rows[:, device.GRAD.value] = torch.tensor([addresses[s.parameter] + s.start for s in self._slabs_in_order])
         self._table.copy_(rows, non_blocking=True)
         # a replay may change the table at any time after
-        self._captured = self._captured or capturing
+        self._captured = self._captured or captured
         self._grads = addresses
 
     # ------------------------------------------------------------------------------------------------ launches
 
     def step(self, finite: Tensor | None) -> None:
         """One step."""
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         grads = [_in_order(p.grad, p) for p in self._params if p.grad is not None]
-        self._point_at(grads, capturing)
+        self._point_at(grads, capturing())
         self._run(finite, update=True)
 
     def deliver(self) -> None:
         """The structured point into the parameters."""
         if not self._grads:  # the table was never written: any address does for what is not read
-            self._point_at(self._params, capturing=False)
+            self._point_at(self._params, captured=False)
         # where Newton begins is for the steps alone to say
         radii = [state["radius"] for p in self._params if "radius" in (state := self._optimizer.state[p])]
         saved = [r.clone() for r in radii]
@@ -292,10 +290,11 @@ class Plan:
         if values != self._values:
             self._options.copy_(_pinned(torch.tensor(values, dtype=torch.float64), self._device), non_blocking=True)
             self._values = values
-        return tuple(
+        lr, eps, ramp = (
             value if on_device(value) else self._options[at.value :]
             for at, value in ((device.LR, there["lr"]), (device.EPS, there["eps"]), (device.RAMP, there["ramp"]))
         )
+        return lr, eps, ramp
 
 
 def _programs(tile: Tile | None, slab: Slab, row: int, panels: int) -> tuple[Tensor, int]:

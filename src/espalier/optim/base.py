@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, ClassVar, TypeAlias, overload
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from espalier.optim.diagnostics import Diagnostics
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty, RadialPenalty
 from espalier.solvers import Exact, Solver
-from espalier.subproblem import Scalar, Subproblem
+from espalier.subproblem import Scalar, Subproblem, together
 
 Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
@@ -41,6 +42,19 @@ OWN = ("skip_nonfinite", "fused", "capturable")
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
 _BLOCK = 1 << 19
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A parameter on its way through a step."""
+
+    p: Tensor
+    clock: Clock
+    x: Tensors
+    before: Tensors
+    problem: Subproblem
+    groups: Partition
+    start: Tensor
 
 
 class StructuredOptimizer(Optimizer, ABC):
@@ -200,8 +214,11 @@ class StructuredOptimizer(Optimizer, ABC):
             left = list(names)
             if fused := self._kernels(group):
                 left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
-            for p in left:
-                self._update(group, p, names[p], finite)
+            if group["penalty"] and self._solver(group).batches and self._diagnostics is None:
+                self._update_together(group, left, finite)
+            else:
+                for p in left:
+                    self._update(group, p, names[p], finite)
         return loss
 
     def _kernels(self, group: Group) -> Fused | None:
@@ -213,41 +230,77 @@ class StructuredOptimizer(Optimizer, ABC):
         return self._fused
 
     def _update(self, group: Group, p: Tensor, name: str, finite: Tensor | bool) -> None:
-        state, grad = self.state[p], p.grad
-        assert grad is not None
-        clock = self._tick(self._read_clock(state), group)
+        clock = self._tick(self._read_clock(self.state[p]), group)
         c = self._averaging(clock, group)
-        if isinstance(finite, Tensor):
-            finite = finite.to(p.device)
-            grad = torch.where(finite, grad, 0.0)
-        for x, groups in self._pieces(group, p, state, grad):
-            before = {}
-            if isinstance(finite, Tensor):
-                before = {k: v.clone() for k, v in x.items() if k != "grad"}
-            if group["maximize"]:
-                x["grad"] = -x["grad"]
-            self._accumulate(x, clock, group)
-            z = self._solve(self._pose(x, clock, group), group, groups, x["weight"], name)
+        for x, groups in self._pieces(group, p, self.state[p], p.grad):
+            before = self._let_in(x, clock, group, finite)
+            z = self._solve(self._pose(x, clock, group), group, groups, x, name)
             average(x["weight"], z, c)
-            if isinstance(finite, Tensor):
-                for k, v in before.items():
-                    x[k].copy_(torch.where(finite, x[k], v))
+            self._take_back(x, before, finite)
+        self._set_clock(p, clock, finite)
+
+    def _update_together(self, group: Group, params: list[Tensor], finite: Tensor | bool) -> None:
+        """`_update` for parameters whose subproblems are solved in batches, one for each shape."""
+        solver = self._solver(group)
+        batches: dict[Any, list[_Turn]] = defaultdict(list)
+        for p in params:
+            clock = self._tick(self._read_clock(self.state[p]), group)
+            ((x, groups),) = self._pieces(group, p, self.state[p], p.grad)
+            before = self._let_in(x, clock, group, finite)
+            problem = self._pose(x, clock, group).split(groups)
+            turn = _Turn(p, clock, x, before, problem, groups, groups.split(x.get("point", x["weight"])))
+            batches[p.device, x["weight"].dtype, groups.shape[1:]].append(turn)
+        for turns in batches.values():
+            start = torch.cat([t.start for t in turns])
+            whole = replace(turns[0].groups, shape=tuple(start.shape))
+            problem = together([t.problem for t in turns])
+            solution = solver.solve(problem, group["penalty"], whole, start)
+            for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
+                z = t.groups.merge(point, t.x["weight"].shape)
+                if "point" in t.x:
+                    t.x["point"].copy_(z)
+                average(t.x["weight"], z, self._averaging(t.clock, group))
+                self._take_back(t.x, t.before, finite)
+                self._set_clock(t.p, t.clock, finite)
+
+    def _let_in(self, x: Tensors, clock: Clock, group: Group, finite: Tensor | bool) -> Tensors:
+        """Accumulate the gradient. Returns copies of what a step that does not count must take back."""
+        before = {}
+        if isinstance(finite, Tensor):
+            before = {k: v.clone() for k, v in x.items() if k != "grad"}
+            x["grad"] = torch.where(finite.to(x["grad"].device), x["grad"], 0.0)
+        if group["maximize"]:
+            x["grad"] = -x["grad"]
+        self._accumulate(x, clock, group)
+        return before
+
+    def _take_back(self, x: Tensors, before: Tensors, finite: Tensor | bool) -> None:
+        for k, v in before.items():
+            x[k].copy_(torch.where(cast(Tensor, finite).to(v.device), x[k], v))
+
+    def _set_clock(self, p: Tensor, clock: Clock, finite: Tensor | bool) -> None:
+        state = self.state[p]
         for k in self.clock:
             new = torch.as_tensor(clock[k], dtype=torch.float64)
-            state[k].copy_(torch.where(finite, new, state[k]) if isinstance(finite, Tensor) else new)
+            if isinstance(finite, Tensor):
+                new = torch.where(finite.to(state[k].device), new, state[k])
+            state[k].copy_(new)
         if "master" in state:
             p.copy_(state["master"])
 
-    def _solve(self, problem: Subproblem, group: Group, groups: Partition, weight: Tensor, name: str) -> Tensor:
+    def _solve(self, problem: Subproblem, group: Group, groups: Partition, x: Tensors, name: str) -> Tensor:
         penalty: Penalty | None = group["penalty"]
         # τ = 0, as at lr = 0, takes the penalty away; a − d/H is then a to the bit
         if penalty is None or (not isinstance(problem.tau, Tensor) and problem.tau == 0):
             return problem.unpenalised()
-        problem, start = problem.split(groups), groups.split(weight)
+        problem, start = problem.split(groups), groups.split(x.get("point", x["weight"]))
         solution = self._solver(group).solve(problem, penalty, groups, start)
         if self._diagnostics is not None and not self._in_structured:
             self._diagnostics.record(name, problem, penalty, groups, start, solution)
-        return groups.merge(solution.point, weight.shape)
+        z = groups.merge(solution.point, x["weight"].shape)
+        if "point" in x and not self._in_structured:
+            x["point"].copy_(z)
+        return z
 
     def _pieces(
         self, group: Group, p: Tensor, state: dict[str, Tensor], grad: Tensor | None
@@ -259,6 +312,11 @@ class StructuredOptimizer(Optimizer, ABC):
             x["grad"] = grad
         groups = self._partition(group, p)
         penalty = group["penalty"]
+        if self.anchored and penalty is not None and self._solver(group).batches:
+            # its iterations begin at the last z, not at the weights that lag behind it
+            if "point" not in state:
+                state["point"] = x["weight"].clone()
+            x["point"] = state["point"]
         groupwise = penalty is None or (isinstance(penalty, RadialPenalty) and self._solver(group).groupwise)
         whole = p.device.type != "cpu" or p.numel() <= _BLOCK or self._diagnostics is not None
         if whole or not groupwise:
@@ -311,7 +369,7 @@ class StructuredOptimizer(Optimizer, ABC):
         clock = self._read_clock(state)
         groups = self._partition(group, p)
         z = [
-            self._solve(self._pose(x, clock, group), group, part, x["weight"], name)
+            self._solve(self._pose(x, clock, group), group, part, x, name)
             for x, part in self._pieces(group, p, state, None)
         ]
         if len(z) == 1:
@@ -328,7 +386,12 @@ class StructuredOptimizer(Optimizer, ABC):
             if state := self.state.get(p):
                 for k in (*self.clock, *self._buffers(group)):
                     state[k].zero_()
-                state["anchor"].copy_(state.get("master", p))
+                weight = state.get("master", p)
+                state["anchor"].copy_(weight)
+                if "point" in state:
+                    state["point"].copy_(weight)
+                if "radius" in state:
+                    state["radius"].copy_(kernels.first_radius(self._partition(group, p), weight))
 
     @contextmanager
     def diagnostics(self) -> Iterator[Diagnostics]:
@@ -354,8 +417,11 @@ class StructuredOptimizer(Optimizer, ABC):
         state |= {k: torch.empty_like(p, dtype=dtype).copy_(source[k]) for k in self._buffers(group)}
         if dtype != p.dtype:
             state["master"] = torch.empty_like(p, dtype=dtype).copy_(source.get("master", p))
-        if "radius" in source:  # where the kernels' iterations begin
+        # where iterations begin: each group's norm in the kernels, the last z in a solver that batches
+        if "radius" in source:
             state["radius"] = source["radius"].to(p.device, torch.float32, copy=True)
+        if "point" in source:
+            state["point"] = torch.empty_like(p, dtype=dtype).copy_(source["point"])
         return state
 
     def _clock_device(self, p: Tensor) -> torch.device:
@@ -416,9 +482,7 @@ class StructuredOptimizer(Optimizer, ABC):
             )
 
     def _check_capture(self) -> None:
-        if self.defaults["capturable"] or not torch.cuda.is_initialized():
-            return
-        if torch.cuda.is_current_stream_capturing():
+        if not self.defaults["capturable"] and kernels.capturing():
             raise RuntimeError(
                 f"step() is being captured in a CUDA graph, and {type(self).__name__} was built with capturable=False. "
                 "Build it with capturable=True."

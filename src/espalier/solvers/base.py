@@ -26,6 +26,8 @@ class Solver(ABC):
 
     # the answer for a group does not depend on which other groups are solved along with it
     groupwise: ClassVar[bool] = True
+    # it solves matrices of one shape faster together, and begins best where the last step's solution was
+    batches: ClassVar[bool] = False
 
     @abstractmethod
     def lacks(self, penalty: Penalty, scalar_metric: bool) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class DouglasRachford(Solver):
     tolerance: Tolerance = field(default_factory=lambda: Tolerance(1e-2))
     max_iters: int = 200
     memory: int = 5
+
+    batches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.max_iters >= 1:
