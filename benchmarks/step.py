@@ -2,12 +2,13 @@
 
     python benchmarks/step.py                                       # results/step-cpu.json
     python benchmarks/step.py --device cuda                         # results/step-cuda.json
-    python benchmarks/step.py --device cuda --penalty nuclear       # results/step-cuda-nuclear.json
 
 Only the penalised weights of a network step, with gradients given. Input channels differ in scale, so that λ, found by
-bisection, can set half of the groups (of the singular values, for the nuclear norm) to zero at the structured point
-after a warm-up with fresh gradients. Every round then starts from that state: some AdamW steps, some of the optimizer.
-Memory is what a step holds at its peak beyond weights, gradients and state. Set OMP_NUM_THREADS=1 on a busy machine.
+bisection, can set half of the groups to zero at the structured point after a warm-up with fresh gradients. Every round
+then starts from that state: some AdamW steps, some of the optimizer. Memory is what a step holds at its peak, and from
+one step to the next, beyond weights, gradients and state. On a GPU TB/s counts each tensor that a step must read or
+write once, next to a copy measured in the same process. Set OMP_NUM_THREADS=1 on a busy machine. The nuclear norm has
+benchmarks/nuclear.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from espalier.tables import table
 
 METHODS = (espalier.RAMDA, espalier.RMDA, espalier.ProxSGD, espalier.ProxGen, espalier.ProxSSI)
 OPTIMIZERS = {method.__name__: method for method in METHODS}
-PENALTIES = {"group-lasso": espalier.GroupLasso, "nuclear": espalier.NuclearNorm}
+# tensors of the weights' size that a step reads or writes
+TRAFFIC = {"AdamW": 7, "RAMDA": 8, "RMDA": 6, "ProxSGD": 5, "ProxGen": 7, "ProxSSI": 7}
 
 
 def draw(shape: Shape, scale: float, device: str) -> Tensor:
@@ -44,10 +46,12 @@ def draw(shape: Shape, scale: float, device: str) -> Tensor:
     return torch.randn(shape, device=device).mul_(scale * channels)
 
 
-def build(name: str, penalty: espalier.Penalty, shapes: list[Shape], device: str, free: bool) -> StructuredOptimizer:
+def build(name: str, lam: float, shapes: list[Shape], args: argparse.Namespace, free: bool) -> StructuredOptimizer:
     """An optimizer after its warm-up, `free` of the penalty until then."""
     torch.manual_seed(0)
-    optimizer = OPTIMIZERS[name]([{"params": [draw(s, 0.05, device) for s in shapes], "penalty": penalty}])
+    device, penalty = args.device, espalier.GroupLasso(lam)
+    group = {"params": [draw(s, 0.05, device) for s in shapes], "penalty": penalty}
+    optimizer = OPTIMIZERS[name]([group], fused=False if args.unfused else None)
     (group,) = optimizer.param_groups
     group["penalty"] = None if free else penalty
     for _ in range(20):
@@ -59,21 +63,21 @@ def build(name: str, penalty: espalier.Penalty, shapes: list[Shape], device: str
 
 
 def zero_share(optimizer: StructuredOptimizer) -> float:
-    """Of the groups, or of the singular values, at the structured point."""
+    """Of the groups, at the structured point."""
     with optimizer.structured():
         report = espalier.structure(optimizer)
-    return report.low_rank_level or report.group_sparsity
+    return report.group_sparsity
 
 
-def half_zero(name: str, penalty: type[Any], shapes: list[Shape], device: str) -> float:
+def half_zero(name: str, shapes: list[Shape], args: argparse.Namespace) -> float:
     """The λ that leaves about half, by bisection on one tensor of each shape."""
     shapes = list(dict.fromkeys(shapes))
     # the sums of dual averaging do not depend on λ: one warm-up does
-    sums = build(name, penalty(0.0), shapes, device, free=True) if OPTIMIZERS[name].anchored else None
+    sums = build(name, 0.0, shapes, args, free=True) if OPTIMIZERS[name].anchored else None
     low, high, lam = 1e-6, 1e2, 1e-2
     for _ in range(12):
-        optimizer = sums or build(name, penalty(lam), shapes, device, free=False)
-        optimizer.param_groups[0]["penalty"] = penalty(lam)
+        optimizer = sums or build(name, lam, shapes, args, free=False)
+        optimizer.param_groups[0]["penalty"] = espalier.GroupLasso(lam)
         share = zero_share(optimizer)
         if abs(share - 0.5) < 0.03:
             break
@@ -114,9 +118,10 @@ class LiveBytes(TorchDispatchMode):
         return {x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)}
 
 
-def peak_bytes(optimizer: Optimizer, device: str) -> int:
-    """The most that one step holds at a time beside what it began with."""
+def peak_bytes(optimizer: StructuredOptimizer, device: str) -> int:
+    """The most that one step holds at a time beside weights, gradients and state."""
     if device == "cuda":
+        optimizer._fused = None  # and what it keeps
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         optimizer.step()
@@ -128,9 +133,9 @@ def peak_bytes(optimizer: Optimizer, device: str) -> int:
 
 def measure(network: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row."""
-    shapes, penalty, device = NETWORKS[network], PENALTIES[args.penalty], args.device
-    lam = args.lam or half_zero(name, penalty, shapes, device)
-    optimizer = build(name, penalty(lam), shapes, device, free=False)
+    shapes, device = NETWORKS[network], args.device
+    lam = args.lam or half_zero(name, shapes, args)
+    optimizer = build(name, lam, shapes, args, free=False)
     params = optimizer.param_groups[0]["params"]
     adamw = AdamW([p.clone() for p in params], fused=True)
     for copy, p in zip(adamw.param_groups[0]["params"], params, strict=True):
@@ -150,10 +155,17 @@ def measure(network: str, name: str, args: argparse.Namespace) -> dict[str, Any]
         adamw_times.append(seconds(adamw, blocks[0], device))
         ratios.append(seconds(optimizer, blocks[1], device) / adamw_times[-1])
     low, middle, high = statistics.quantiles(ratios, n=4)
+    milliseconds = 1e3 * statistics.median(adamw_times)
+    size = 1e-9 * sum(p.nbytes for p in params)
+    bandwidth = {
+        "AdamW TB/s": TRAFFIC["AdamW"] * size / milliseconds,
+        "TB/s": TRAFFIC[name] * size / (middle * milliseconds),
+        "copy TB/s": args.copy,
+    }
     return {
         "weights": network,
         "optimizer": name,
-        "AdamW ms": 1e3 * statistics.median(adamw_times),
+        "AdamW ms": milliseconds,
         "ratio": middle,
         "quartile 1": low,
         "quartile 3": high,
@@ -162,24 +174,40 @@ def measure(network: str, name: str, args: argparse.Namespace) -> dict[str, Any]
         "memory / parameters": peak / sum(p.nbytes for p in params),
         "zero": share,
         "λ": lam,
+        **(bandwidth if device == "cuda" else {}),
     }
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a copy on the device, read and written."""
+    x = torch.randn(1 << 28, device="cuda")
+    y = torch.empty_like(x)
+    times = []
+    for _ in range(10):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(5):
+            y.copy_(x)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 5)
+    return 2 * x.nbytes / statistics.median(times) / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--weights", nargs="+", choices=NETWORKS, help="all, but gpt-350m on a CPU")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, help="all; RAMDA for the nuclear norm")
-    parser.add_argument("--penalty", choices=PENALTIES, default="group-lasso")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--unfused", action="store_true", help="without the kernels")
     parser.add_argument("--lam", type=float, help="λ, in place of the one that leaves half")
     parser.add_argument("--seconds", type=float, default=10.0, help="for the rounds of each row")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    nuclear = args.penalty == "nuclear"
     networks = args.weights or [n for n in NETWORKS if args.device == "cuda" or n != "gpt-350m"]
-    names = args.optimizers or (["RAMDA"] if nuclear else OPTIMIZERS)
+    args.copy = copy_bandwidth() if args.device == "cuda" else 0.0
     torch.zeros(31 << 20, dtype=torch.uint8)  # glibc keeps what is freed once a block this large was, as in training
-    rows = [measure(network, name, args) for network in networks for name in names]
+    rows = [measure(network, name, args) for network in networks for name in args.optimizers]
     print(table(list(rows[0]), [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
     cpu = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name"))
     report = {
@@ -190,7 +218,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
     }
-    out = args.out or Path("results") / f"step-{args.device}{'-nuclear' * nuclear}.json"
+    out = args.out or Path("results") / f"step-{args.device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 

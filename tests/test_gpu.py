@@ -119,3 +119,138 @@ def test_own_penalty_and_nuclear_norm(case: OptimizerCase) -> None:
                 optimizer.step()
             results.append(p.detach().cpu())
         assert torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-8)
+
+
+# groups over many programs: tall, wide, odd, with runs of 9 and 25; and rows too long for one
+SHAPES = ((1100, 36), (301, 64), (130, 20, 3, 3), (33, 7, 5, 5), (20, 3000))
+
+
+@pytest.mark.parametrize(
+    ("grouping", "decades"),
+    [("input", 1), ("input", 10), ("output", 10), (espalier.Input(block=2), 1)],
+    ids=["input", "input-wide", "output-wide", "blocks"],
+)
+@every_penalty
+@every_optimizer
+def test_the_kernels_agree_with_float64(
+    case: OptimizerCase, penalty: espalier.Penalty, decades: int, grouping: espalier.Grouping
+) -> None:
+    """Each step from the same state: 5e-6 of the larger of ‖w‖ and ‖W⁰‖, and the same zeros."""
+    if isinstance(penalty, espalier.L1):
+        penalty, grouping = espalier.L1(1e-3), "element"
+    torch.manual_seed(decades)
+    shapes = [s for s in SHAPES if not isinstance(grouping, espalier.Input) or s[1] % grouping.block == 0]
+    ps = [nn.Parameter(0.1 * torch.randn(s, device="cuda")) for s in shapes]
+    qs = [nn.Parameter(p.detach().double().cpu()) for p in ps]
+    fused = case([{"params": ps, "penalty": penalty, "grouping": grouping}], fused=True)
+    exact = case([{"params": qs, "penalty": penalty, "grouping": grouping}], fused=False)
+    for step in range(2):
+        for p, q in zip(ps, qs, strict=True):
+            p.grad = 1e-2 * torch.randn_like(p) * 10 ** ((torch.rand_like(p) - 0.5) * decades)
+            q.grad = p.grad.double().cpu()
+            if step:
+                q.data.copy_(p.data)
+                for k, v in exact.state[q].items():
+                    v.copy_(fused.state[p][k])
+        fused.step()
+        exact.step()
+        for p, q in zip(ps, qs, strict=True):
+            size = max(q.norm(), fused.state[p].get("anchor", p).norm().cpu())
+            assert (p.cpu() - q).norm() <= 5e-6 * size
+    with fused.structured(), exact.structured():
+        for p, q in zip(ps, qs, strict=True):
+            # a group that just missed zero, or just reached it
+            assert ((p.cpu() - q) * ((p.cpu() == 0) != (q == 0))).norm() <= 1e-5 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_optimizer
+def test_a_captured_step_replays_through_stages(case: OptimizerCase, dtype: torch.dtype) -> None:
+    """A graph of the step gives what steps give, to the bit, across another lr, ε and c."""
+    results = []
+    for captured in (False, True):
+        ps = parameters("cuda", dtype)
+        for p in ps:
+            p.grad = torch.zeros_like(p)
+        optimizer = case(
+            [{"params": ps[:2], "penalty": espalier.GroupLasso(3e-2)}, {"params": ps[2:]}], capturable=True
+        )
+        schedule = espalier.StagewiseRestart(optimizer, milestones=[3, 6], gamma=0.5)
+        generator = torch.Generator("cuda").manual_seed(1)
+
+        def draw(ps: list[nn.Parameter] = ps, generator: torch.Generator = generator) -> None:
+            for p in ps:
+                p.grad.copy_(torch.randn(p.shape, generator=generator, device="cuda"))
+
+        for _ in range(2):
+            draw()
+            optimizer.step()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        for _ in range(9):
+            draw()
+            graph.replay() if captured else optimizer.step()
+            schedule.step()
+        for group in optimizer.param_groups:
+            group["lr"].fill_(1e-3)
+        draw()
+        graph.replay() if captured else optimizer.step()
+        results.append([x.clone() for p in ps for x in (p.detach(), *optimizer.state[p].values())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_capturing_without_capturable_is_refused() -> None:
+    ps = parameters("cuda", torch.float32)
+    optimizer = espalier.RAMDA(ps)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS[:4], ids=names(OPTIMIZERS[:4]))
+def test_training_with_and_without_kernels_ends_alike(case: OptimizerCase) -> None:
+    """300 steps: the same structure, and losses within 1e-4."""
+    ends = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        x = torch.randn(512, 40, device="cuda")
+        y = (x[:, :10] @ torch.randn(10, 5, device="cuda")).argmax(1)
+        model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 5)).cuda()
+        groups = espalier.regularize(model, espalier.GroupLasso(2e-3))
+        optimizer = case.build(groups, lr={"RAMDA": 1e-2, "ProxGen": 3e-3}.get(case.name, 3e-2), fused=fused)
+        schedule = espalier.StagewiseRestart(optimizer, milestones=[150], gamma=0.1)
+        losses = []
+        for _ in range(300):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.detach())
+        with optimizer.structured():
+            ends.append((torch.stack(losses), [p == 0 for p in model.parameters()]))
+    (a, zeros), (b, others) = ends
+    assert (a - b).abs().max() <= 1e-4
+    assert all(torch.equal(z, o) for z, o in zip(zeros, others, strict=True))
+    assert zeros[0].any()
+    assert a[-1] < 0.7 * a[0]
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS[:4], ids=names(OPTIMIZERS[:4]))
+def test_the_kernels_take_little_memory(case: OptimizerCase) -> None:
+    """2 % of the parameters at most, with all that is kept between steps."""
+    ps = [nn.Parameter(torch.randn(s, device="cuda")) for s in ((1024, 1024), (512, 512, 3, 3), (2048, 1024))]
+    for p in ps:
+        p.grad = torch.randn_like(p)
+    optimizer = case([{"params": ps, "penalty": espalier.GroupLasso(1e-3)}], fused=True)
+    optimizer.step()
+    optimizer._fused = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before <= 0.02 * sum(p.nbytes for p in ps)

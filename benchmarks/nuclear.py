@@ -1,0 +1,109 @@
+"""A RAMDA step under the nuclear norm, as a ratio to one torch.linalg.svd of the same matrix in the same process.
+
+    python benchmarks/nuclear.py --device cuda        # results/nuclear-cuda.json
+
+Gradients pull the weights to a matrix of low rank, with noise, row and column scales: 60 steps, of which the last 15
+count. λ, scaled by the noise's own singular values, leaves about half or a tenth of the rank. Only the step is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import espalier
+from espalier.tables import table
+
+SHAPES = ((512, 512), (2048, 512), (1024, 4096))
+# that leave half of the rank, and a tenth
+STRENGTHS = {
+    (512, 512): (2.9e-2, 2.25e-1),
+    (2048, 512): (6.5e-2, 4.6e-1),
+    (1024, 4096): (9e-2, 6.3e-1),
+}
+
+
+def timed(work: Callable[[], Any], device: str) -> float:
+    """Seconds that it takes."""
+    wait = torch.cuda.synchronize if device == "cuda" else time.perf_counter
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
+def measure(shape: tuple[int, int], lam: float, count: int, svd: float, steps: int, device: str) -> dict[str, Any]:
+    """One row."""
+    torch.manual_seed(0)
+    m, n = shape
+    rank = min(shape) // 8
+    params = [torch.nn.Parameter(0.05 * torch.randn(shape, device=device)) for _ in range(count)]
+    targets = [
+        0.1 * torch.randn(m, rank, device=device) @ torch.randn(rank, n, device=device) / rank**0.5 for _ in params
+    ]
+    scales = [
+        (0.5 * torch.randn(m, 1, device=device)).exp() * (0.5 * torch.randn(1, n, device=device)).exp() for _ in params
+    ]
+    optimizer = espalier.RAMDA([{"params": params, "penalty": espalier.NuclearNorm(lam)}], lr=1e-2)
+    seconds = []
+    for _ in range(steps):
+        with torch.no_grad():
+            for p, target, scale in zip(params, targets, scales, strict=True):
+                p.grad = 0.01 * (3 * (p - target) + torch.randn_like(p)) * scale
+        seconds.append(timed(optimizer.step, device))
+    with optimizer.diagnostics() as diagnostics:
+        optimizer.step()
+    with optimizer.structured():
+        ranks = [row.rank for row in espalier.structure(optimizer).layers]
+    each = statistics.median(seconds[-15:]) / count
+    return {
+        "shape": f"{m}×{n}",
+        "together": count,
+        "rank": statistics.mean(ranks),
+        "ms a matrix": 1e3 * each,
+        "of an svd": each / svd,
+        "svd ms": 1e3 * svd,
+        "first step ms": 1e3 * seconds[0] / count,
+        "iterations": statistics.mean(s.iterations for s in diagnostics.solves),
+        "λ": lam,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for shape in SHAPES[: args.shapes]:
+        x = torch.randn(shape, device=args.device)
+        svds = [timed(lambda x=x: torch.linalg.svd(x, full_matrices=False), args.device) for _ in range(5)]
+        for lam in STRENGTHS[shape]:
+            for count in (1, 8):
+                rows.append(measure(shape, lam, count, statistics.median(svds), args.steps, args.device))
+    print(table(list(rows[0]), [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
+    report = {
+        "command": " ".join(["python benchmarks/nuclear.py", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
+    out = args.out or Path("results") / f"nuclear-{args.device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
