@@ -108,11 +108,24 @@ def in_double(optimizer: StructuredOptimizer) -> StructuredOptimizer:
     return truth
 
 
-def error(optimizer: StructuredOptimizer, p: Tensor, truth: StructuredOptimizer, q: Tensor) -> float:
-    """‖w − w₆₄‖ relative to the larger of ‖w‖ and ‖W⁰‖."""
+def error(optimizer: StructuredOptimizer, p: Tensor, truth: StructuredOptimizer, q: Tensor, before: Tensor) -> float:
+    """‖w − w₆₄‖ relative to the larger of ‖w‖ and ‖W⁰‖, or the weights before the step where there is no W⁰."""
     w = optimizer.state[p].get("master", p).detach().double().cpu()
-    largest = max(float(x.norm()) for x in (q.detach(), truth.state[q].get("anchor", q.detach())))
-    return float((w - q.detach()).norm()) / largest
+    largest = max(float(x.norm()) for x in (q.detach(), truth.state[q].get("anchor", before)))
+    wrong = float((w - q.detach()).norm())
+    return wrong / largest if wrong else 0.0
+
+
+def step_both(optimizer: StructuredOptimizer, p: Tensor, grad: Tensor) -> tuple[StructuredOptimizer, Tensor, Tensor]:
+    """One step here and one in float64 from the same state: the float64 optimizer, its weights, those before."""
+    truth = in_double(optimizer)
+    (q,) = truth.param_groups[0]["params"]
+    before = q.detach().clone()
+    p.grad, q.grad = grad, grad.double().cpu()
+    optimizer.step()
+    truth.step()
+    assert error(optimizer, p, truth, q, before) <= 5e-6
+    return truth, q, before
 
 
 def zero_groups(penalty: espalier.Penalty, grouping: Any, z: Tensor) -> Tensor:
@@ -122,11 +135,11 @@ def zero_groups(penalty: espalier.Penalty, grouping: Any, z: Tensor) -> Tensor:
     return groups.zero(groups.split(z.cpu()))
 
 
-def at_threshold(truth: StructuredOptimizer, q: Tensor) -> Tensor:
-    """The groups for which ‖b‖ = κ but for rounding."""
+def at_threshold(truth: StructuredOptimizer, q: Tensor, before: Tensor) -> Tensor:
+    """The groups for which ‖b‖ = κ but for rounding, in the step that has just been made."""
     (group,) = truth.param_groups
     groups, state = truth._partition(group, q), truth.state[q]
-    x = {**{k: state[k] for k in truth._buffers(group)}, "weight": q.detach()}
+    x = {**{k: state[k] for k in truth._buffers(group)}, "weight": before}
     problem = truth._pose(x, truth._read_clock(state), group).split(groups)
     form = group["penalty"].radial(problem, groups)
     close = (form.groups.norm(form.linear) / form.kappa - 1).abs() < 1e-5
@@ -205,14 +218,12 @@ def test_a_step_is_the_float64_one(
         grad = over_ten_decades(shape, generator)
         if penalty and step == 0:
             group["penalty"] = replace(penalty, lam=strength_that_zeroes_some(optimizer, grad))
-        truth = in_double(optimizer)
-        (q,) = truth.param_groups[0]["params"]
-        p.grad, q.grad = grad, grad.double().cpu()
-        optimizer.step()
-        truth.step()
-        assert error(optimizer, p, truth, q) <= 5e-6
-        for k in optimizer._buffers(group):
-            assert torch.allclose(optimizer.state[p][k].cpu().double(), truth.state[q][k], rtol=3e-6, atol=0)
+        sums = {k: optimizer.state[p][k].double().cpu() for k in optimizer._buffers(group)}
+        truth, q, before = step_both(optimizer, p, grad)
+        for k, old in sums.items():
+            new = truth.state[q][k]
+            wrong = (optimizer.state[p][k].cpu() - new).abs()
+            assert (wrong <= 5e-7 * (old.abs() + (new - old).abs())).all()
         for k in optimizer.clock:
             assert float(optimizer.state[p][k]) == pytest.approx(float(truth.state[q][k]), rel=1e-14)
         if penalty:
@@ -220,10 +231,7 @@ def test_a_step_is_the_float64_one(
             z, z64 = structured_point(optimizer, p), structured_point(truth, q)
             zero, zero64 = (zero_groups(penalty, grouping, x) for x in (z, z64))
             assert step or zero64.numel() == 1 or 0 < int(zero64.sum()) < zero64.numel()
-            if optimizer.anchored:
-                assert ((zero == zero64) | at_threshold(truth, q)).all()
-            else:
-                assert torch.equal(zero, zero64)
+            assert ((zero == zero64) | at_threshold(truth, q, before)).all()
 
 
 @pytest.mark.parametrize("gamma", [0.05, 1.5, 30.0])
@@ -235,31 +243,31 @@ def test_group_mcp_on_both_sides_of_convexity(case: OptimizerCase, gamma: float)
     optimizer = case([group_of(p, espalier.GroupMCP(1e-3, gamma))], fused=True, lr=0.3)
     for _ in range(3):
         p.grad = normal(p.shape, generator)
-        optimizer.state[p] or optimizer.step()
+        if not optimizer.state[p]:
+            optimizer.step()
         optimizer.param_groups[0]["penalty"] = espalier.GroupMCP(strength_that_zeroes_some(optimizer, p.grad), gamma)
-        truth = in_double(optimizer)
-        (q,) = truth.param_groups[0]["params"]
-        q.grad = p.grad.double().cpu()
-        optimizer.step()
-        truth.step()
-        assert error(optimizer, p, truth, q) <= 5e-6
+        step_both(optimizer, p, p.grad)
 
 
-@pytest.mark.parametrize("margin", [1e-4, 1e-2, 0.1, 0.3])
-def test_a_zero_group_is_zero_from_wherever_newton_begins(margin: float) -> None:
+@pytest.mark.parametrize("shape", [(64, 8), (8, 6, 3, 3)])
+@pytest.mark.parametrize("margin", [1e-4, 1e-2, 0.3, 1e3, 1e6])
+def test_a_zero_group_is_zero_from_wherever_newton_begins(margin: float, shape: tuple[int, ...]) -> None:
     """Its radius may have been anything in the step before; an r of 1e-8 would be no zero."""
     generator = rng(4)
-    p = nn.Parameter(normal((64, 32), generator))
+    p = nn.Parameter(normal(shape, generator))
     optimizer = RAMDA([group_of(p, espalier.GroupLasso(1e-9))], fused=True)
-    p.grad = normal(p.shape, generator)
+    p.grad = normal(shape, generator)
     optimizer.step()
     state = {k: v.double() for k, v in optimizer.state[p].items()}
     b = (state["square_sum"] ** (1 / 3) + 1e-6) * state["anchor"] - state["grad_sum"]
-    lam = float(b.norm(dim=0).max() * (1 + margin) / state["alpha"] / 8)
+    groups = partition_of(espalier.Input(), shape)
+    lam = float(groups.norm(b).max() * (1 + margin) / state["alpha"] / math.sqrt(groups.size))
     optimizer.param_groups[0]["penalty"] = espalier.GroupLasso(lam)
-    optimizer.state[p]["radius"][0].copy_(torch.logspace(-4, 0.5, 32))
-    optimizer.state[p]["radius"][1].fill_(0.7)
-    assert not structured_point(optimizer, p).any()
+    radius, scale = optimizer.state[p]["radius"]
+    for size in (1e-3, 1e-2, 0.1, 1.0):
+        radius.copy_(size * (1 + torch.rand(groups.count, generator=generator)))
+        scale.fill_(0.7)
+        assert not structured_point(optimizer, p).any(), size
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
@@ -271,14 +279,8 @@ def test_huge_and_tiny_values(case: OptimizerCase, size: float) -> None:
     p.grad = normal(p.shape, generator) * size
     optimizer.step()
     for _ in range(2):
-        truth = in_double(optimizer)
-        (q,) = truth.param_groups[0]["params"]
-        p.grad = normal(p.shape, generator) * size
-        q.grad = p.grad.double().cpu()
-        optimizer.step()
-        truth.step()
+        step_both(optimizer, p, normal(p.shape, generator) * size)
         assert p.isfinite().all()
-        assert error(optimizer, p, truth, q) <= 5e-6
 
 
 # ------------------------------------------------------------------------------------------------ memory formats
@@ -359,7 +361,10 @@ def test_half_precision_has_a_float32_master(case: OptimizerCase, penalty: Any, 
         for k in ("master", *fused._buffers(fused.param_groups[0])):
             assert state[k].dtype == torch.float32
             assert torch.allclose(state[k], other[k], rtol=5e-6, atol=1e-6)
-        assert torch.equal(p.detach(), state["master"].to(dtype))
+        if dtype == torch.bfloat16 and launch.interpreted():  # which cuts off instead of rounding
+            assert torch.allclose(p.float(), state["master"], rtol=torch.finfo(dtype).eps, atol=0)
+        else:
+            assert torch.equal(p.detach(), state["master"].to(dtype))
     z, z_plain = structured_point(fused, p), structured_point(plain, q)
     assert z.dtype == dtype
     assert torch.equal(z == 0, z_plain == 0)
@@ -423,6 +428,9 @@ def test_at_the_end_of_the_ramp_the_weights_are_z(case: OptimizerCase, penalty: 
     optimizer.param_groups[0]["ramp"] = True
     for seed in range(4):
         p.grad = normal(p.shape, rng(seed))
+        if seed == 3:
+            lam = strength_that_zeroes_some(optimizer, p.grad)
+            optimizer.param_groups[0]["penalty"] = replace(penalty, lam=lam)
         optimizer.step()
         z = structured_point(optimizer, p)
         assert torch.allclose(z, p, rtol=1e-6, atol=1e-7) == (seed == 3)
@@ -437,6 +445,9 @@ def test_without_momentum_the_weights_have_the_zeros(case: OptimizerCase, penalt
     optimizer = case([group_of(p, replace(penalty, lam=0.5))], momentum=0.0, fused=True)
     for seed in range(2):
         p.grad = normal(p.shape, rng(seed))
+        if seed:
+            lam = strength_that_zeroes_some(optimizer, p.grad)
+            optimizer.param_groups[0]["penalty"] = replace(penalty, lam=lam)
         optimizer.step()
     assert 0 < int((p == 0).sum()) < p.numel()
     assert torch.equal(structured_point(optimizer, p) == 0, p == 0)
@@ -503,6 +514,39 @@ def test_what_is_not_finite_stays_visible(case: OptimizerCase, penalty: Any, bad
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
+@dual_averaging
+def test_weights_put_back_and_a_restart_recover_from_it(case: OptimizerCase, bad: float) -> None:
+    """Where Newton begins must not remember the accident: r = ∞ would be no penalty at all."""
+    (fused, (p,)), (plain, (q,)) = twins(case, [(5, 6)], espalier.GroupLasso(1.0))
+    for optimizer, w in ((fused, p), (plain, q)):
+        good = w.detach().clone()
+        w.grad = normal(w.shape, rng(1))
+        w.grad[2, 3] = bad
+        optimizer.step()
+        w.data.copy_(good)
+        optimizer.restart()
+        w.grad = normal(w.shape, rng(2))
+        optimizer.step()
+    assert torch.allclose(p, q, rtol=5e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", [BY_NAME["RMDA"], BY_NAME["ProxSGD"]], ids=["RMDA", "ProxSGD"])
+def test_a_group_long_zero_stays_zero_while_another_becomes_so(case: OptimizerCase) -> None:
+    """x of both is all zero; the norms of long dead groups must not shrink to 0/0."""
+    (fused, (p,)), (plain, (q,)) = twins(case, [(4, 3)], espalier.SparseGroupLasso(0.5), momentum=0.0, lr=0.1)
+    for step in range(4):
+        for optimizer, w in ((fused, p), (plain, q)):
+            if step == 0:
+                w.data[:, 0] = 0
+            w.grad = torch.zeros_like(w)
+            if step == 2:
+                optimizer.param_groups[0]["penalty"] = espalier.SparseGroupLasso(500.0)
+            optimizer.step()
+        assert torch.allclose(p, q, rtol=5e-6, atol=2e-6)
+        assert torch.equal(p == 0, q == 0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @every_optimizer
 def test_skip_nonfinite_changes_nothing(case: OptimizerCase, bad: float) -> None:
     ps = [nn.Parameter(normal(s, rng())) for s in ((5, 6), (7,))]
@@ -527,12 +571,14 @@ def test_skip_nonfinite_changes_nothing(case: OptimizerCase, bad: float) -> None
 @dual_averaging
 def test_structured_only_looks(case: OptimizerCase, penalty: Any, dtype: torch.dtype) -> None:
     """It is the unfused point, again and again, and neither weights, state nor training know of it."""
-    lam = replace(penalty, lam=0.2) if penalty else None
-    (fused, (p,)), (plain, (q,)) = twins(case, [(5, 6, 3)], lam, dtype=dtype)
-    (quiet, (r,)), _ = twins(case, [(5, 6, 3)], lam, dtype=dtype)
+    (fused, (p,)), (plain, (q,)) = twins(case, [(5, 6, 3)], penalty, dtype=dtype)
+    (quiet, (r,)), _ = twins(case, [(5, 6, 3)], penalty, dtype=dtype)
     for seed in range(2):
+        grad = normal(p.shape, rng(seed), dtype)
+        lam = strength_that_zeroes_some(fused, grad) if penalty and seed else 1e-2
         for optimizer, w in ((fused, p), (plain, q), (quiet, r)):
-            w.grad = normal(w.shape, rng(seed), dtype)
+            optimizer.param_groups[0]["penalty"] = replace(penalty, lam=lam) if penalty else None
+            w.grad = grad.clone()
             optimizer.step()
         before = everything(fused)
         points = [structured_point(fused, p) for _ in range(2)]
@@ -541,7 +587,7 @@ def test_structured_only_looks(case: OptimizerCase, penalty: Any, dtype: torch.d
         z = structured_point(plain, q)
         assert torch.allclose(points[0].float(), z.float(), rtol=3 * torch.finfo(dtype).eps, atol=2e-6)
         assert torch.equal(points[0] == 0, z == 0)
-        assert penalty is None or (z == 0).any()
+        assert penalty is None or not seed or (z == 0).any()
     assert same(everything(fused), everything(quiet))
 
 
@@ -619,9 +665,10 @@ def test_loading_into_a_running_optimizer_starts_from_what_was_loaded(case: Opti
     # options of the checkpoint count as well
     saved["param_groups"][0]["lr"] = 0.0
     optimizer.load_state_dict(saved)
+    p.data.copy_(weights)
     optimizer.step()
     assert float(optimizer.state[p].get("alpha", 0.0)) == float(saved["state"][0].get("alpha", 0.0))
-    optimizer.anchored or torch.equal(p, weights)
+    assert optimizer.anchored or torch.equal(p, weights)
 
 
 # ------------------------------------------------------------------------------------------------ who is served
@@ -824,7 +871,7 @@ def test_geometry_finds_the_groups_in_memory(grouping: Any, shape: Any, memory: 
     split = groups.split(place)
     axes = [a for a in range(split.dim()) if a in groups.group_axes]
     rest = [a for a in range(split.dim()) if a not in groups.group_axes]
-    expected = split.permute(*axes, *rest).reshape(groups.count, groups.size)
+    expected = split.permute((*axes, *rest)).reshape(groups.count, groups.size)
     grid = torch.arange(x.numel()).view(at.batch, at.rows, at.groups, at.run)
     found = grid.transpose(1, 2).reshape(groups.count, groups.size)
     assert {frozenset(g.tolist()) for g in expected} == {frozenset(g.tolist()) for g in found}

@@ -77,6 +77,7 @@ LEAST_K = tl.constexpr(1e-20)
 LARGEST_Q = tl.constexpr(1e6)
 # ½ √ε: a relative step δ leaves an error below 1.5 δ²
 SHORT = tl.constexpr(1.7e-4)
+SHORTEST = tl.constexpr(5e-7)
 # S = 1 but for rounding
 ROUNDING = tl.constexpr(2e-6)
 # Sums over programs are integers, whose order does not matter. The first turn's have units for which no part above
@@ -337,7 +338,8 @@ def newton_to_end(r, m0, m1, flat):
     new = tl.where(r > 0, new, 1e-6 * flat)
     # f has stopped rising, or r has left the region: no inner minimum but 0
     new = tl.where(m0 > 1, tl.where(m1 > 0, tl.minimum(tl.maximum(new, r), flat), flat), r)
-    return new, (tl.abs(new - r) <= new * SHORT) | (m0 != m0)
+    # with the metric lowered a short step says less about the distance that is left
+    return new, (tl.abs(new - r) <= new * SHORTEST) | (tl.abs(m0 - 1) <= ROUNDING) | (m0 != m0)
 
 
 @triton.jit
@@ -594,12 +596,12 @@ def step_groups(
                 m0 = tl.sum(q * q, AXIS)
                 m1 = m0
             else:
-                # a penalty that ends at R lowers the metric: D/h = (1 − k/R) r + k
-                e = 1 - k / flat if CONCAVE else 1.0
-                inverse = reciprocal(e * mine + k)
+                # a penalty that ends at R lowers the metric: D/h = r + k (1 − r/R), and its slope in r is 1 − k/R
+                inverse = reciprocal(mine + k * (1 - mine / flat if CONCAVE else 1.0))
                 q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
                 m0 = tl.sum(q * q, AXIS)
-                m1 = tl.sum(q * q * (e * inverse * (flat if CONCAVE else own(scale, place, AXIS, RUN_LENGTH))), AXIS)
+                slope = flat - k if CONCAVE else own(scale, place, AXIS, RUN_LENGTH)
+                m1 = tl.sum(q * q * (slope * inverse), AXIS)
             if SHARED:
                 put_later(later, 0, m0, place, inside, WIDTH)
                 put_later(later, 1, m1, place, inside, WIDTH)
@@ -625,8 +627,7 @@ def step_groups(
             z = x * own(scalar_factor(r / k0, flat / k0, CONCAVE), place, AXIS, RUN_LENGTH)
         else:
             mine = own(r, place, AXIS, RUN_LENGTH)
-            e = 1 - k / flat if CONCAVE else 1.0
-            z = x * (mine * reciprocal(e * mine + k))
+            z = x * (mine * reciprocal(mine + k * (1 - mine / flat if CONCAVE else 1.0)))
             if CONCAVE:
                 outer = tl.sum((x / flat) * (x / flat), AXIS)
                 gain = tl.sum(((x - z) / flat) * ((x - z) * reciprocal(k)), AXIS)
