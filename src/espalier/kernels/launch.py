@@ -231,7 +231,7 @@ class Plan:
             "UPDATE": update,
             "SKIP": finite is not None,
         }
-        finite = self._counters if finite is None else finite
+        finite = self._counters if finite is None else finite.to(self._device, torch.int32)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             device.tick[(len(self._params),)](
                 self._clocks, self._scalars, self._counters, finite, lr, eps, ramp, self._options,
