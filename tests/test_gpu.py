@@ -201,6 +201,7 @@ def test_a_captured_step_replays_through_stages(case: OptimizerCase, dtype: torc
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capturing_without_capturable_is_refused() -> None:
     ps = parameters("cuda", torch.float32)
     optimizer = espalier.RAMDA(ps)
@@ -220,8 +221,10 @@ def test_training_with_and_without_kernels_ends_alike(case: OptimizerCase) -> No
         x = torch.randn(512, 40, device="cuda")
         y = (x[:, :10] @ torch.randn(10, 5, device="cuda")).argmax(1)
         model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 5)).cuda()
-        groups = espalier.regularize(model, espalier.GroupLasso(2e-3))
-        optimizer = case.build(groups, lr={"RAMDA": 1e-2, "ProxGen": 3e-3}.get(case.name, 3e-2), fused=fused)
+        lr, lam = {
+            "RAMDA": (1e-2, 2e-3), "RMDA": (1e-1, 1e-2), "ProxSGD": (3e-1, 5e-3), "ProxGen": (3e-3, 2e-3)
+        }[case.name]  # fmt: skip
+        optimizer = case.build(espalier.regularize(model, espalier.GroupLasso(lam)), lr=lr, fused=fused)
         schedule = espalier.StagewiseRestart(optimizer, milestones=[150], gamma=0.1)
         losses = []
         for _ in range(300):
@@ -237,7 +240,7 @@ def test_training_with_and_without_kernels_ends_alike(case: OptimizerCase) -> No
     assert (a - b).abs().max() <= 1e-4
     assert all(torch.equal(z, o) for z, o in zip(zeros, others, strict=True))
     assert zeros[0].any()
-    assert a[-1] < 0.7 * a[0]
+    assert a[-1] < 0.8 * a[0]
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS[:4], ids=names(OPTIMIZERS[:4]))

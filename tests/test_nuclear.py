@@ -433,6 +433,7 @@ def test_the_solution_on_a_gpu(dtype: torch.dtype) -> None:
     problem, groups = pose(shape, 22, dtype=dtype), whole(shape)
     penalty, solver = penalty_for(problem, 0.4), DouglasRachford(Tolerance(1e-4))
     problem.direction[2, 0, 0] = math.nan
+    problem = replace(problem)  # b was computed before
     moved = {k: getattr(problem, k).cuda() for k in ("anchor", "direction", "metric")}
     here = solver.solve(problem, penalty, groups, problem.anchor).point
     there = solver.solve(replace(problem, **moved), penalty, groups, moved["anchor"]).point.cpu()

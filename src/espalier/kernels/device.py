@@ -597,7 +597,7 @@ def step_groups(
                 m1 = m0
             else:
                 # a penalty that ends at R lowers the metric: D/h = r + k (1 − r/R), and its slope in r is 1 − k/R
-                inverse = reciprocal(mine + k * (1 - mine / flat if CONCAVE else 1.0))
+                inverse = reciprocal(mine + k * ((flat - mine) / flat if CONCAVE else 1.0))
                 q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
                 m0 = tl.sum(q * q, AXIS)
                 slope = flat - k if CONCAVE else own(scale, place, AXIS, RUN_LENGTH)
@@ -627,7 +627,7 @@ def step_groups(
             z = x * own(scalar_factor(r / k0, flat / k0, CONCAVE), place, AXIS, RUN_LENGTH)
         else:
             mine = own(r, place, AXIS, RUN_LENGTH)
-            z = x * (mine * reciprocal(mine + k * (1 - mine / flat if CONCAVE else 1.0)))
+            z = x * (mine * reciprocal(mine + k * ((flat - mine) / flat if CONCAVE else 1.0)))
             if CONCAVE:
                 outer = tl.sum((x / flat) * (x / flat), AXIS)
                 gain = tl.sum(((x - z) / flat) * ((x - z) * reciprocal(k)), AXIS)

@@ -90,9 +90,10 @@ class Plan:
                 buckets.setdefault(bucket, []).append(slab)
         self._slabs_in_order = [slab for slabs in buckets.values() for slab in slabs]
         self._grads: list[int] = []
-        self._aligned = self._captured = False
+        self._aligned = False
         self._table = torch.zeros(len(self._slabs_in_order), device.TABLE.value, dtype=torch.int64, device=self._device)
-        self._spare = self._pinned_rows()
+        self._spare: Tensor | None = self._host_rows()
+        self._recorded: list[Tensor] = []
         self._clocks = _upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
         self._scalars = torch.zeros(len(params), device.SCALARS.value, device=self._device)
         self._values: list[float] = []
@@ -185,22 +186,28 @@ class Plan:
             for i, (bucket, work, panels) in enumerate(works)
         ]
 
-    def _pinned_rows(self) -> Tensor:
-        rows = torch.tensor([slab.row for slab in self._slabs_in_order])
-        return rows.pin_memory() if self._device.type == "cuda" else rows
+    def _host_rows(self) -> Tensor:
+        return _pinned(torch.tensor([slab.row for slab in self._slabs_in_order]), self._device)
 
     def _point_at(self, grads: Sequence[Tensor], captured: bool) -> None:
         """Let the table hold the gradients' addresses."""
         addresses = [g.data_ptr() for g in grads]
         self._aligned = all(a % 16 == 0 for a in addresses)
-        if addresses == self._grads and not (captured or self._captured):
+        # once there is a graph, its replays change the table, too
+        if addresses == self._grads and not (captured or self._recorded):
             return
-        # a captured copy reads the host's memory at every replay: it keeps its own, made ready before
-        rows = self._spare if captured else self._pinned_rows()
+        if captured:
+            # a recorded copy reads the host's memory at every replay: it gets its own, made ready before
+            if self._spare is None:
+                raise RuntimeError("take a step between two captures: each needs memory that a capture cannot make.")
+            rows, self._spare = self._spare, None
+            self._recorded.append(rows)
+        else:
+            rows = self._host_rows()
+            if self._spare is None:
+                self._spare = self._host_rows()
         rows[:, device.GRAD.value] = torch.tensor([addresses[s.parameter] + s.start for s in self._slabs_in_order])
         self._table.copy_(rows, non_blocking=True)
-        # a replay may change the table at any time after
-        self._captured = self._captured or captured
         self._grads = addresses
 
     # ------------------------------------------------------------------------------------------------ launches

@@ -29,7 +29,7 @@ class ProxGen(StructuredOptimizer):
         eps: of the metric √v̂ + eps.
         weight_decay: decoupled, as in AdamW; it moves the anchor to (1 − η · weight_decay) w.
         amsgrad: use the largest v so far.
-        solver: "auto", "exact", "pg", "newton" or a solver object.
+        solver: "auto", "exact", "pg", "newton", "dr" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
         fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False

@@ -19,7 +19,7 @@ class ProxSGD(StructuredOptimizer):
         params: parameter groups from `espalier.regularize`, written by hand, or plain parameters.
         lr: η.
         momentum: μ of the gradient average m.
-        solver: "auto", "exact", "pg", "newton" or a solver object.
+        solver: "auto", "exact", "pg", "newton", "dr" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
         fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False

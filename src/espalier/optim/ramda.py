@@ -22,7 +22,7 @@ class RAMDA(DualAveraging):
         lr: η.
         momentum: the share of the old weights that a step keeps; the paper's c is 1 − momentum.
         eps: ε of the metric ∛U + ε.
-        solver: "auto", "exact", "pg", "newton" or a solver object.
+        solver: "auto", "exact", "pg", "newton", "dr" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
         fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False

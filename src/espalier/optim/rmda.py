@@ -20,7 +20,7 @@ class RMDA(DualAveraging):
         params: parameter groups from `espalier.regularize`, written by hand, or plain parameters.
         lr: η.
         momentum: the share of the old weights that a step keeps; the paper's c is 1 − momentum.
-        solver: "auto", "exact", "pg", "newton" or a solver object.
+        solver: "auto", "exact", "pg", "newton", "dr" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
         fused: Triton kernels on a GPU: None where they serve, True everywhere or an error that says why not, False
