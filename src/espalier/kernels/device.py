@@ -279,6 +279,12 @@ def step_entries(
 
 
 @triton.jit
+def ratio(x, inverse):
+    """|x| times what is the inverse of r + k; a NaN is left out, to show in its own entry alone."""
+    return tl.where(x == x, tl.minimum(tl.abs(x) * inverse, LARGEST_Q), 0.0)
+
+
+@triton.jit
 def scalar_factor(norm, end, CONCAVE: tl.constexpr):
     """z/x under a scalar metric, for ‖x‖ and the penalty's end in units of k."""
     factor = tl.where(norm > 1, 1 - 1 / norm, 0.0)
@@ -297,17 +303,23 @@ def newton(r, scale, m0, m1):
     """Newton's step on f = S^(−1/2) from S = M_0 and T = M_1/scale; whether r is the root, or zero and staying so."""
     rho = tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0)
     stays = (r == 0) & (m0 <= 1)
-    new = tl.where(stays, 0.0, tl.maximum(r + tl.minimum(rho, 30.0) * scale, 0.0))
+    # where sums are too small to be seen, r is far to the right: on to 0, whose S decides
+    lost = (m1 <= 0) & (m0 <= 1)
+    new = tl.where(stays | lost, 0.0, tl.maximum(r + tl.minimum(rho, 30.0) * scale, 0.0))
     return new, stays | (tl.abs(new - r) <= new * SHORT) | (tl.abs(m0 - 1) <= ROUNDING) | (m0 != m0)
 
 
 @triton.jit
-def by_series(r, scale, m0, m1, m2, m3, m4, m5):
+def by_series(r, scale, m0, m1, m2, m3, m4, m5, CLIPPED: tl.constexpr):
     """The root by the moments M_j at r, where that is near enough; elsewhere Newton's step.
 
     With δ = ρ scale, S(r + δ) = Σ_j (−1)^j (j + 1) ρ^j M_j; the rest after six terms is about 7 ρ⁶ M_5² / M_4.
     """
     new, close = newton(r, scale, m0, m1)
+    if CLIPPED:
+        # sums that may have lost something say nothing: the next turn's will
+        new = tl.where(tl.maximum(m0, m1) < KNOWN, new, r)
+        close = close & (tl.maximum(m0, m1) < KNOWN)
     least = -r / scale  # r + δ = 0
     rho = tl.maximum(tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0), least)
     for _ in tl.static_range(3):
@@ -318,7 +330,8 @@ def by_series(r, scale, m0, m1, m2, m3, m4, m5):
     rest = 7 * square * square * square * m5 * (m5 / tl.maximum(m4, 1e-30))
     near = (m1 > 0) & (rest <= m1 * ROUNDING) & (tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)) < KNOWN)
     near = near & (tl.maximum(m4, m5) < KNOWN) & ((r > 0) | (m0 > 1))
-    return tl.where(near, tl.maximum(r + rho * scale, 0.0), new), near | close
+    root = tl.where(rho > least, tl.maximum(r + rho * scale, 0.0), 0.0)
+    return tl.where(near, root, new), near | close
 
 
 @triton.jit
@@ -328,16 +341,17 @@ def next_scale(scale, m0, m1):
 
 
 @triton.jit
-def newton_to_end(r, m0, m1, flat):
-    """Newton's step for a penalty that ends at R, from the left; M_1 is R T.
+def newton_to_end(r, scale, m0, m1, flat):
+    """Newton's step for a penalty that ends at R, from the left.
 
-    From r = 0, whose S may be beyond what sums hold, to a millionth of R first; r √S never passes the root either.
+    Where S or T is beyond what sums hold, r √S, which never passes the root either; from r = 0 a first r far below.
     """
-    held = tl.maximum(m0, m1) < LARGEST_LATER
-    new = tl.where(held, r + (m0 / m1) * (tl.sqrt(m0) - 1) * flat, r * tl.sqrt(m0))
-    new = tl.where(r > 0, new, 1e-6 * flat)
+    held = tl.maximum(m0, tl.abs(m1)) < LARGEST_LATER
+    new = tl.where(r > 0, r * tl.sqrt(m0), 1e-20 * flat)
+    new = tl.where(held, r + (m0 / m1) * (tl.sqrt(m0) - 1) * scale, new)
     # f has stopped rising, or r has left the region: no inner minimum but 0
-    new = tl.where(m0 > 1, tl.where(m1 > 0, tl.minimum(tl.maximum(new, r), flat), flat), r)
+    new = tl.where(held & (m1 <= 0), flat, tl.minimum(tl.maximum(new, r), flat))
+    new = tl.where(m0 > 1, new, r)
     # with the metric lowered a short step says less about the distance that is left
     return new, (tl.abs(new - r) <= new * SHORTEST) | (tl.abs(m0 - 1) <= ROUNDING) | (m0 != m0)
 
@@ -346,7 +360,7 @@ def newton_to_end(r, m0, m1, flat):
 def next_norm(norm, m0):
     """‖x‖ = norm √M_0 under a scalar metric, M_0 = Σ (x/norm)²; whether it is known well."""
     known = (m0 > 0.25) & (m0 < KNOWN) | (norm < 1e-25) & (m0 == 0)
-    return norm * tl.maximum(tl.sqrt(m0), 1e-3), known | (m0 != m0)
+    return tl.maximum(norm * tl.maximum(tl.sqrt(m0), 1e-3), 1e-30), known | (m0 != m0)
 
 
 @triton.jit
@@ -420,10 +434,10 @@ def conclude(
     else:
         m1 = take_later(sums, 1, WIDTH)
         if CONCAVE:
-            new, close = newton_to_end(r, m0, m1, flat)
+            new, close = newton_to_end(r, scale, m0, m1, flat)
         else:
             new, close = newton(r, scale, m0, m1)
-            tl.store(scale_at, next_scale(scale, m0, m1), mask=exists)
+        tl.store(scale_at, next_scale(scale, m0, m1), mask=exists)
     tl.store(radius_at, new, mask=exists)
     moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
     tl.debug_barrier()
@@ -545,7 +559,7 @@ def step_groups(
         if SCALAR or not CONCAVE:
             if SCALAR:
                 r = tl.maximum(r, 1e-30)
-                q = tl.minimum(tl.abs(x) * reciprocal(own(r, place, AXIS, RUN_LENGTH)), LARGEST_Q)
+                q = ratio(x, reciprocal(own(r, place, AXIS, RUN_LENGTH)))
                 m0 = tl.sum(q * q, AXIS)
                 if SHARED:
                     put(early, 0, m0, place, inside, units, WIDTH)
@@ -555,7 +569,7 @@ def step_groups(
                 r, close = next_norm(r, m0)
             else:
                 inverse = reciprocal(own(r, place, AXIS, RUN_LENGTH) + k)
-                q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
+                q = ratio(x, inverse)
                 q = q * q
                 y = own(scale, place, AXIS, RUN_LENGTH) * inverse
                 m0 = tl.sum(q, AXIS)
@@ -584,7 +598,7 @@ def step_groups(
                     m3 = get(early, 3, units, WIDTH)
                     m4 = get(early, 4, units, WIDTH)
                     m5 = get(early, 5, units, WIDTH)
-                r, close = by_series(r, scale, m0, m1, m2, m3, m4, m5)
+                r, close = by_series(r, scale, m0, m1, m2, m3, m4, m5, SHARED)
                 scale = next_scale(scale, m0, m1)
             moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
             turn = 1
@@ -592,16 +606,16 @@ def step_groups(
         while (turn < max_iters) & (moving > 0):
             mine = own(r, place, AXIS, RUN_LENGTH)
             if SCALAR:
-                q = tl.minimum(tl.abs(x) * reciprocal(mine), LARGEST_Q)
+                q = ratio(x, reciprocal(mine))
                 m0 = tl.sum(q * q, AXIS)
                 m1 = m0
             else:
                 # a penalty that ends at R lowers the metric: D/h = r + k (1 − r/R), and its slope in r is 1 − k/R
                 inverse = reciprocal(mine + k * ((flat - mine) / flat if CONCAVE else 1.0))
-                q = tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
+                q = ratio(x, inverse)
                 m0 = tl.sum(q * q, AXIS)
-                slope = flat - k if CONCAVE else own(scale, place, AXIS, RUN_LENGTH)
-                m1 = tl.sum(q * q * (slope * inverse), AXIS)
+                y = own(scale, place, AXIS, RUN_LENGTH) * inverse
+                m1 = tl.sum(q * q * (y * (1 - k / flat) if CONCAVE else y), AXIS)
             if SHARED:
                 put_later(later, 0, m0, place, inside, WIDTH)
                 put_later(later, 1, m1, place, inside, WIDTH)
@@ -616,7 +630,8 @@ def step_groups(
                 if SCALAR:
                     new, close = next_norm(r, m0)
                 elif CONCAVE:
-                    new, close = newton_to_end(r, m0, m1, flat)
+                    new, close = newton_to_end(r, scale, m0, m1, flat)
+                    scale = next_scale(scale, m0, m1)
                 else:
                     new, close = newton(r, scale, m0, m1)
                     scale = next_scale(scale, m0, m1)

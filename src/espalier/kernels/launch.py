@@ -80,7 +80,7 @@ class Plan:
         self._optimizer, self._group, self._params = optimizer, group, list(params)
         self._device = params[0].device
         self._entrywise = group["penalty"] is None or isinstance(group["penalty"], L1)
-        self._addresses = [p.data_ptr() for p in params]
+        self._places = [(p.data_ptr(), p.stride()) for p in params]
         for p in params:
             self._settle(p)
         self._steps = [optimizer.state[p]["step"] for p in params]
@@ -103,7 +103,7 @@ class Plan:
     def current(self) -> bool:
         """Whether parameters and state still lie where they did."""
         state = self._optimizer.state
-        return self._addresses == [p.data_ptr() for p in self._params] and all(
+        return self._places == [(p.data_ptr(), p.stride()) for p in self._params] and all(
             state[p].get("step") is step for p, step in zip(self._params, self._steps, strict=True)
         )
 
