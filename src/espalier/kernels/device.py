@@ -280,8 +280,8 @@ def step_entries(
 
 @triton.jit
 def ratio(x, inverse):
-    """|x| times what is the inverse of r + k; a NaN is left out, to show in its own entry alone."""
-    return tl.where(x == x, tl.minimum(tl.abs(x) * inverse, LARGEST_Q), 0.0)
+    """|x| / (r + k), within bounds."""
+    return tl.minimum(tl.abs(x) * inverse, LARGEST_Q)
 
 
 @triton.jit
@@ -300,12 +300,17 @@ def scalar_factor(norm, end, CONCAVE: tl.constexpr):
 
 @triton.jit
 def newton(r, scale, m0, m1):
-    """Newton's step on f = S^(−1/2) from S = M_0 and T = M_1/scale; whether r is the root, or zero and staying so."""
-    rho = tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0)
+    """Newton's step on f = S^(−1/2) from S = M_0 and T = M_1/scale; whether r is the root, or zero and staying so.
+
+    Where S or T is beyond what sums hold, r √S, which never passes the root from the left; from r = 0 some r.
+    """
+    held = tl.maximum(m0, m1) < LARGEST_LATER
+    new = tl.where(r > 0, r * tl.sqrt(m0), 1e-4 * scale)
+    new = tl.where(held, tl.maximum(r + (m0 / m1) * (tl.sqrt(m0) - 1) * scale, 0.0), new)
     stays = (r == 0) & (m0 <= 1)
     # where sums are too small to be seen, r is far to the right: on to 0, whose S decides
     lost = (m1 <= 0) & (m0 <= 1)
-    new = tl.where(stays | lost, 0.0, tl.maximum(r + tl.minimum(rho, 30.0) * scale, 0.0))
+    new = tl.where(stays | lost, 0.0, new)
     return new, stays | (tl.abs(new - r) <= new * SHORT) | (tl.abs(m0 - 1) <= ROUNDING) | (m0 != m0)
 
 
@@ -328,8 +333,9 @@ def by_series(r, scale, m0, m1, m2, m3, m4, m5, CLIPPED: tl.constexpr):
         rho = tl.where((s > 0) & (t > 0), tl.maximum(rho + (s / t) * (tl.sqrt(s) - 1), least), 1e3)
     square = rho * rho
     rest = 7 * square * square * square * m5 * (m5 / tl.maximum(m4, 1e-30))
-    near = (m1 > 0) & (rest <= m1 * ROUNDING) & (tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)) < KNOWN)
-    near = near & (tl.maximum(m4, m5) < KNOWN) & ((r > 0) | (m0 > 1))
+    # and where the sums have enough digits
+    near = (m1 > 0.01) & (rest <= m1 * ROUNDING) & ((r > 0) | (m0 > 1))
+    near = near & (tl.maximum(tl.maximum(m0, m1), tl.maximum(tl.maximum(m2, m3), tl.maximum(m4, m5))) < KNOWN)
     root = tl.where(rho > least, tl.maximum(r + rho * scale, 0.0), 0.0)
     return tl.where(near, root, new), near | close
 

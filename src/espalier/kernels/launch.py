@@ -83,7 +83,7 @@ class Plan:
         self._places = [(p.data_ptr(), p.stride()) for p in params]
         for p in params:
             self._settle(p)
-        self._steps = [optimizer.state[p]["step"] for p in params]
+        self._states = [dict(optimizer.state[p]) for p in params]  # the table holds their addresses
         buckets: dict[Bucket, list[Slab]] = {}
         for i in range(len(params)):
             for bucket, slab in self._slabs(i):
@@ -104,7 +104,9 @@ class Plan:
         """Whether parameters and state still lie where they did."""
         state = self._optimizer.state
         return self._places == [(p.data_ptr(), p.stride()) for p in self._params] and all(
-            state[p].get("step") is step for p, step in zip(self._params, self._steps, strict=True)
+            state[p].get(k) is x
+            for p, tensors in zip(self._params, self._states, strict=True)
+            for k, x in tensors.items()
         )
 
     # ------------------------------------------------------------------------------------------------ tables
