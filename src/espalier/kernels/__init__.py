@@ -6,6 +6,7 @@ does the rest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +26,7 @@ Group: TypeAlias = dict[str, Any]
 
 _PENALTIES = (type(None), GroupLasso, SparseGroupLasso, GroupMCP, L1)
 _SOLVERS = (ClosedForm, Exact, NewtonRaphson)
+_OLDEST_TRITON = (3, 4)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,11 +43,15 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return "the kernels are for NVIDIA GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed"
+    import triton
+
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
+        return f"Triton {triton.__version__} is too old: 3.4, which torch 2.8 brings, is the first that compiles them"
     from espalier.kernels import launch
     from espalier.kernels.geometry import geometry, tile_of
 
     # the interpreter is for tests: only where it is asked for
-    if p.device.type != "cuda" and not (p.device.type == "cpu" and group["fused"] and launch.interpreted()):
+    if p.device.type != "cuda" and not (p.device.type == "cpu" and group["fused"] and interpreted()):
         return f"it is on {p.device.type}, not on a CUDA device"
     if type(p) not in (Tensor, nn.Parameter):
         return f"it is a {type(p).__name__}, not a plain tensor"
@@ -59,6 +65,11 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
     if tile_of(at, launch.processors(p.device)) is None:
         return f"its groups of {at.rows * at.run} entries are too large"
     return None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its interpreter, which takes the CPU's tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def first_radius(groups: Partition, weight: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from espalier.kernels import interpreted
+
+INTERPRETED = tl.constexpr(interpreted())
 
 # columns of the table of tensors: addresses, then lengths
 GRAD = tl.constexpr(0)
@@ -624,7 +626,8 @@ def step_groups(
                 m1 = tl.sum(q * q * (y * (1 - k / flat) if CONCAVE else y), AXIS)
             if SHARED:
                 put_later(later, 0, m0, place, inside, WIDTH)
-                put_later(later, 1, m1, place, inside, WIDTH)
+                if not SCALAR:
+                    put_later(later, 1, m1, place, inside, WIDTH)
                 if arrive(counter) == tiles * (turn + 1):
                     conclude(
                         radius_at, scale_at, exists, r, scale, later, counter + 1, turn, flat, SCALAR, CONCAVE, WIDTH

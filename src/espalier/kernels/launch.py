@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -323,11 +322,6 @@ def _programs(tile: Tile | None, slab: Slab, row: int, panels: int) -> tuple[Ten
     # by panels, and rows of tiles within
     order = torch.argsort((each // run * shares + torch.arange(shares)).flatten(), stable=True)
     return programs.flatten(0, 1)[order], count if tile is not None and tile.shared else 0
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its interpreter, which takes the CPU's tensors."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def same_order(x: Tensor, y: Tensor) -> bool:
