@@ -27,6 +27,8 @@ Group: TypeAlias = dict[str, Any]
 _PENALTIES = (type(None), GroupLasso, SparseGroupLasso, GroupMCP, L1)
 _SOLVERS = (ClosedForm, Exact, NewtonRaphson)
 _OLDEST_TRITON = (3, 4)
+# sets of parameters with a gradient, in each group, whose plans are remembered
+_KEPT = 8
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,6 +91,7 @@ class Fused:
     def __init__(self, optimizer: StructuredOptimizer) -> None:
         self._optimizer = optimizer
         self._plans: dict[tuple[Any, ...], tuple[list[Plan], list[Tensor]]] = {}
+        self._recorded: list[Plan] = []
 
     def step(self, group: Group, params: Sequence[Tensor], finite: Tensor | None) -> list[Tensor]:
         """Step what the kernels serve; give back the parameters that are left."""
@@ -110,11 +113,18 @@ class Fused:
             *map(id, params), type(penalty), getattr(penalty, "weight", None), group["grouping"], group["solver"],
             group["maximize"], group.get("amsgrad"),
         )  # fmt: skip
-        if key not in self._plans or not all(plan.current() for plan in self._plans[key][0]):
-            self._plans[key] = self._plan(group, params)
-            while len(self._plans) > 4 * len(self._optimizer.param_groups):
-                del self._plans[next(iter(self._plans))]
-        return self._plans[key]
+        found = self._plans.pop(key, None)
+        if found is None or not all(plan.current() for plan in found[0]):
+            self._drop(found)
+            found = self._plan(group, params)
+        self._plans[key] = found  # the latest last
+        while len(self._plans) > _KEPT * len(self._optimizer.param_groups):
+            self._drop(self._plans.pop(next(iter(self._plans))))
+        return found
+
+    def _drop(self, found: tuple[list[Plan], list[Tensor]] | None) -> None:
+        # a CUDA graph may still replay what it recorded
+        self._recorded += [plan for plan in (found[0] if found else ()) if plan.recorded]
 
     def _plan(self, group: Group, params: Sequence[Tensor]) -> tuple[list[Plan], list[Tensor]]:
         served = {p: lacking(self._optimizer, group, p) is None for p in params}

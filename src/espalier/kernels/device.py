@@ -87,6 +87,8 @@ ROUNDING = tl.constexpr(2e-6)
 UNITS = tl.constexpr(2.0**29)
 LARGEST_PART = tl.constexpr(2.0)
 KNOWN = tl.constexpr(1.9)
+SMALLEST = tl.constexpr(1e-6)
+MOST_PARTS = tl.constexpr(128)
 FINE = tl.constexpr(2.0**32)
 LARGEST_LATER = tl.constexpr(2.0**20)
 
@@ -310,23 +312,21 @@ def newton(r, scale, m0, m1):
     new = tl.where(r > 0, r * tl.sqrt(m0), 1e-4 * scale)
     new = tl.where(held, tl.maximum(r + (m0 / m1) * (tl.sqrt(m0) - 1) * scale, 0.0), new)
     stays = (r == 0) & (m0 <= 1)
-    # where sums are too small to be seen, r is far to the right: on to 0, whose S decides
-    lost = (m1 <= 0) & (m0 <= 1)
-    new = tl.where(stays | lost, 0.0, new)
-    return new, stays | (tl.abs(new - r) <= new * SHORT) | (tl.abs(m0 - 1) <= ROUNDING) | (m0 != m0)
+    # sums too small to be seen: r is far to the right, and 0 the next to look at; or the scale is far too small
+    lost = (r > 0) & (m0 <= 1) & (tl.minimum(m0, m1) < SMALLEST)
+    blind = (m0 > 1) & (m1 <= 0)
+    new = tl.where(stays | lost, 0.0, tl.where(blind, r, new))
+    close = (tl.abs(new - r) <= new * SHORT) | (tl.abs(m0 - 1) <= ROUNDING)
+    return new, stays | (m0 != m0) | (close & ~(lost | blind))
 
 
 @triton.jit
-def by_series(r, scale, m0, m1, m2, m3, m4, m5, CLIPPED: tl.constexpr):
+def by_series(r, scale, m0, m1, m2, m3, m4, m5, precise, CLIPPED: tl.constexpr):
     """The root by the moments M_j at r, where that is near enough; elsewhere Newton's step.
 
     With δ = ρ scale, S(r + δ) = Σ_j (−1)^j (j + 1) ρ^j M_j; the rest after six terms is about 7 ρ⁶ M_5² / M_4.
     """
     new, close = newton(r, scale, m0, m1)
-    if CLIPPED:
-        # sums that may have lost something say nothing: the next turn's will
-        new = tl.where(tl.maximum(m0, m1) < KNOWN, new, r)
-        close = close & (tl.maximum(m0, m1) < KNOWN)
     least = -r / scale  # r + δ = 0
     rho = tl.maximum(tl.where(m1 > 0, (m0 / m1) * (tl.sqrt(m0) - 1), 0.0), least)
     for _ in tl.static_range(3):
@@ -339,13 +339,21 @@ def by_series(r, scale, m0, m1, m2, m3, m4, m5, CLIPPED: tl.constexpr):
     near = (m1 > 0.01) & (rest <= m1 * ROUNDING) & ((r > 0) | (m0 > 1))
     near = near & (tl.maximum(tl.maximum(m0, m1), tl.maximum(tl.maximum(m2, m3), tl.maximum(m4, m5))) < KNOWN)
     root = tl.where(rho > least, tl.maximum(r + rho * scale, 0.0), 0.0)
-    return tl.where(near, root, new), near | close
+    new = tl.where(near, root, new)
+    close = close | near
+    if CLIPPED:
+        # sums that may have lost something say nothing: the next turn's will
+        kept = tl.maximum(m0, m1) < KNOWN
+        new = tl.where(kept, new, r)
+        close = close & kept & precise
+    return new, close
 
 
 @triton.jit
-def next_scale(scale, m0, m1):
+def next_scale(scale, m0, m1, r):
     """A quarter of the mean of r + k that S/T is."""
-    return 0.25 * scale * tl.where(m1 > 0, tl.minimum(tl.maximum(m0 / m1, 0.1), 40.0), 4.0)
+    mean = tl.where(m1 > 0, tl.minimum(tl.maximum(m0 / m1, 0.1), 40.0), tl.where(m0 > 1, 4e3, 4.0))
+    return tl.minimum(tl.maximum(0.25 * scale * mean, 0.25 * r), 1e30)
 
 
 @triton.jit
@@ -358,7 +366,7 @@ def newton_to_end(r, scale, m0, m1, flat):
     new = tl.where(r > 0, r * tl.sqrt(m0), 1e-20 * flat)
     new = tl.where(held, r + (m0 / m1) * (tl.sqrt(m0) - 1) * scale, new)
     # f has stopped rising, or r has left the region: no inner minimum but 0
-    new = tl.where(held & (m1 <= 0), flat, tl.minimum(tl.maximum(new, r), flat))
+    new = tl.where(held & (m1 < 0), flat, tl.minimum(tl.maximum(tl.where(m1 == 0, r * tl.sqrt(m0), new), r), flat))
     new = tl.where(m0 > 1, new, r)
     # with the metric lowered a short step says less about the distance that is left
     return new, (tl.abs(new - r) <= new * SHORTEST) | (tl.abs(m0 - 1) <= ROUNDING) | (m0 != m0)
@@ -385,7 +393,7 @@ def own(v, place, AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr):
 @triton.jit
 def put(sums, j: tl.constexpr, v, place, inside, units, WIDTH: tl.constexpr):
     """This program's part of a sum of the first turn."""
-    part = (tl.minimum(v, LARGEST_PART) * units).to(tl.int32)
+    part = (tl.minimum(v, LARGEST_PART) * units + 0.5).to(tl.int32)
     tl.atomic_add(sums + j * WIDTH + place, part, mask=inside, sem="relaxed")
 
 
@@ -407,6 +415,7 @@ def take_later(sums, j: tl.constexpr, WIDTH: tl.constexpr):
     """A sum of a later turn; zero for the next one."""
     at = sums + j * WIDTH + tl.arange(0, WIDTH)
     v = tl.load(at, cache_modifier=".cg").to(tl.float32) * (1 / FINE)
+    tl.debug_barrier()  # all warps read, one writes
     tl.store(at, tl.zeros([WIDTH], tl.int64))
     return v
 
@@ -445,7 +454,7 @@ def conclude(
             new, close = newton_to_end(r, scale, m0, m1, flat)
         else:
             new, close = newton(r, scale, m0, m1)
-        tl.store(scale_at, next_scale(scale, m0, m1), mask=exists)
+        tl.store(scale_at, next_scale(scale, m0, m1, new), mask=exists)
     tl.store(radius_at, new, mask=exists)
     moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
     tl.debug_barrier()
@@ -543,8 +552,10 @@ def step_groups(
         r = tl.zeros([WIDTH], tl.float32)  # from the left only
     else:
         r = tl.load(radius_at, mask=exists, other=0.0)
-        r = tl.where(r >= 0, r, 1.0)  # after a NaN any other start will do
+        r = tl.where((r >= 0) & (r < 1e30), r, 1.0)  # after a NaN any other start will do
     scale = tl.load(scale_at, mask=exists, other=1.0)
+    scale = tl.maximum(tl.where(scale < 1e30, scale, 1.0), tl.maximum(0.25 * r, 1e-30))  # r + k is no less
+    precise = exists | ~exists
     SUMS: tl.constexpr = 1 if SCALAR else 6
     if SHARED:
         panel_at = tl.load(at + PANEL)
@@ -555,6 +566,7 @@ def step_groups(
         # no more parts than this come together in one sum
         parts = tl.cdiv(tl.load(row + ROWS).to(tl.int32), HEIGHT) * RUN_LENGTH if AXIS == 0 else tiles
         units = 1.0 / parts * UNITS
+        precise = precise & (parts <= MOST_PARTS)  # more of them, and the first turn's rounding shows
 
     x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
     if ENTRIES:
@@ -575,6 +587,7 @@ def step_groups(
                     wait(counter, tiles)
                     m0 = get(early, 0, units, WIDTH)
                 r, close = next_norm(r, m0)
+                close = close & precise
             else:
                 inverse = reciprocal(own(r, place, AXIS, RUN_LENGTH) + k)
                 q = ratio(x, inverse)
@@ -606,8 +619,8 @@ def step_groups(
                     m3 = get(early, 3, units, WIDTH)
                     m4 = get(early, 4, units, WIDTH)
                     m5 = get(early, 5, units, WIDTH)
-                r, close = by_series(r, scale, m0, m1, m2, m3, m4, m5, SHARED)
-                scale = next_scale(scale, m0, m1)
+                r, close = by_series(r, scale, m0, m1, m2, m3, m4, m5, precise, SHARED)
+                scale = next_scale(scale, m0, m1, r)
             moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
             turn = 1
         # tensors before numbers: Triton 3.6 and 3.7 fail on a loop that carries them in another order
@@ -640,10 +653,10 @@ def step_groups(
                     new, close = next_norm(r, m0)
                 elif CONCAVE:
                     new, close = newton_to_end(r, scale, m0, m1, flat)
-                    scale = next_scale(scale, m0, m1)
+                    scale = next_scale(scale, m0, m1, new)
                 else:
                     new, close = newton(r, scale, m0, m1)
-                    scale = next_scale(scale, m0, m1)
+                    scale = next_scale(scale, m0, m1, new)
                 moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)
                 r = new
             turn += 1

@@ -15,8 +15,9 @@ from espalier.partition import Partition
 ROWS_TILE = (64, 32, 4, 96)
 # A group's neighbouring entries in a row: up to this many a tile has columns of several groups, above it rows.
 _LONG_RUN = 64
-# Programs that surely run at a time on one processor: of its 65 536 registers these leave room for five.
-_RESIDENT = 4
+# Programs of a panel that a processor may have to run at a time: it has room for five, of which another stream's step
+# may take some.
+_RESIDENT = 2
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ class Plan:
         self._options = torch.zeros(device.OPTIONS.value, dtype=torch.float64, device=self._device)
         self._counters, self._launches = self._schedule(buckets)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether a CUDA graph reads its tables."""
+        return bool(self._recorded)
+
     def current(self) -> bool:
         """Whether parameters and state still lie where they did."""
         state = self._optimizer.state
@@ -193,7 +198,7 @@ class Plan:
     def _point_at(self, grads: Sequence[Tensor], captured: bool) -> None:
         """Let the table hold the gradients' addresses."""
         addresses = [g.data_ptr() for g in grads]
-        self._aligned = all(a % 16 == 0 for a in addresses)
+        self._aligned = all((addresses[s.parameter] + s.start) % 16 == 0 for s in self._slabs_in_order)
         # once there is a graph, its replays change the table, too
         if addresses == self._grads and not (captured or self._recorded):
             return
@@ -296,10 +301,12 @@ class Plan:
         ):
             values[at.value] = 0.0 if on_device(value) else float(value)
         if values != self._values:
+            if capturing():
+                raise RuntimeError("take a step after a change of options and before capturing one.")
             self._options.copy_(_pinned(torch.tensor(values, dtype=torch.float64), self._device), non_blocking=True)
             self._values = values
         lr, eps, ramp = (
-            value if on_device(value) else self._options[at.value :]
+            value.to(self._device) if on_device(value) else self._options[at.value :]
             for at, value in ((device.LR, there["lr"]), (device.EPS, there["eps"]), (device.RAMP, there["ramp"]))
         )
         return lr, eps, ramp
@@ -332,7 +339,7 @@ def same_order(x: Tensor, y: Tensor) -> bool:
 
 
 def _in_order(grad: Tensor, p: Tensor) -> Tensor:
-    return grad if same_order(grad, p) else torch.empty_like(p).copy_(grad)
+    return grad if grad.dtype == p.dtype and same_order(grad, p) else torch.empty_like(p).copy_(grad)
 
 
 def on_device(value: Any) -> bool:

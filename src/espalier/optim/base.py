@@ -42,6 +42,8 @@ OWN = ("skip_nonfinite", "fused", "capturable")
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
 _BLOCK = 1 << 19
+# Entries of subproblems solved together: a solver of them keeps dozens of copies, and larger batches gain nothing.
+_TOGETHER = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,11 @@ class StructuredOptimizer(Optimizer, ABC):
             if p.is_complex():
                 raise ValueError(f"{name} is complex; Espalier's optimizers take real parameters.")
         penalty = group["penalty"]
+        if group["capturable"]:
+            if len({p.device for p in group["params"]}) > 1:
+                raise ValueError("capturable=True needs each parameter group on one device. Make one for each.")
+            if isinstance(penalty, Penalty) and penalty.synchronises:
+                raise ValueError(f"capturable=True cannot serve {type(penalty).__name__}, which waits for the device.")
         if penalty is None:
             if group["grouping"] is not None:
                 raise ValueError("a parameter group has a grouping but no penalty. Give it penalty=... too.")
@@ -175,9 +182,10 @@ class StructuredOptimizer(Optimizer, ABC):
 
     def _options_to_device(self, group: Group) -> None:
         """A captured graph reads these from the device, where they can change between its replays."""
-        for k in DEVICE_OPTIONS:
-            if k in group and not isinstance(group[k], Tensor):
-                group[k] = torch.tensor(float(group[k]), dtype=torch.float64, device=group["params"][0].device)
+        home = group["params"][0].device
+        for k in DEVICE_OPTIONS & group.keys():
+            if not isinstance(group[k], Tensor) or group[k].device != home:
+                group[k] = torch.tensor(float(group[k]), dtype=torch.float64, device=home)
 
     def _solver(self, group: Group) -> Solver:
         return solvers.pick(group["solver"], group["penalty"], self.scalar_metric, self.preferred_solver)
@@ -241,7 +249,6 @@ class StructuredOptimizer(Optimizer, ABC):
 
     def _update_together(self, group: Group, params: list[Tensor], finite: Tensor | bool) -> None:
         """`_update` for parameters whose subproblems are solved in batches, one for each shape."""
-        solver = self._solver(group)
         batches: dict[Any, list[_Turn]] = defaultdict(list)
         for p in params:
             clock = self._tick(self._read_clock(self.state[p]), group)
@@ -250,18 +257,23 @@ class StructuredOptimizer(Optimizer, ABC):
             problem = self._pose(x, clock, group).split(groups)
             turn = _Turn(p, clock, x, before, problem, groups, groups.split(x.get("point", x["weight"])))
             batches[p.device, x["weight"].dtype, groups.shape[1:]].append(turn)
-        for turns in batches.values():
-            start = torch.cat([t.start for t in turns])
-            whole = replace(turns[0].groups, shape=tuple(start.shape))
-            problem = together([t.problem for t in turns])
-            solution = solver.solve(problem, group["penalty"], whole, start)
-            for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
-                z = t.groups.merge(point, t.x["weight"].shape)
-                if "point" in t.x:
-                    t.x["point"].copy_(z)
-                average(t.x["weight"], z, self._averaging(t.clock, group))
-                self._take_back(t.x, t.before, finite)
-                self._set_clock(t.p, t.clock, finite)
+        for batch in batches.values():
+            most = max(1, _TOGETHER // batch[0].start.numel())
+            for turns in (batch[i : i + most] for i in range(0, len(batch), most)):
+                self._solve_together(group, turns, finite)
+
+    def _solve_together(self, group: Group, turns: list[_Turn], finite: Tensor | bool) -> None:
+        start = torch.cat([t.start for t in turns])
+        whole = replace(turns[0].groups, shape=tuple(start.shape))
+        problem = together([t.problem for t in turns])
+        solution = self._solver(group).solve(problem, group["penalty"], whole, start)
+        for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
+            z = t.groups.merge(point, t.x["weight"].shape)
+            if "point" in t.x:
+                t.x["point"].copy_(z)
+            average(t.x["weight"], z, self._averaging(t.clock, group))
+            self._take_back(t.x, t.before, finite)
+            self._set_clock(t.p, t.clock, finite)
 
     def _let_in(self, x: Tensors, clock: Clock, group: Group, finite: Tensor | bool) -> Tensors:
         """Accumulate the gradient. Returns copies of what a step that does not count must take back."""
@@ -340,8 +352,8 @@ class StructuredOptimizer(Optimizer, ABC):
 
         z is recomputed from the optimizer's state, so nothing is kept for it during training. Where the method puts z
         into the weights anyway (ProxSGD, ProxGen, ProxSSI) nothing happens. Right after a restart there is no z yet,
-        and the weights stay: look before the schedule's step, not after. An iterative solver starts from the current
-        weights and so may end elsewhere, within its tolerance, than it did in the step.
+        and the weights stay: look before the schedule's step, not after. An iterative solver may end elsewhere, within
+        its tolerance, than it did in the step.
         """
         if self._in_structured:
             yield self
@@ -391,7 +403,11 @@ class StructuredOptimizer(Optimizer, ABC):
                 if "point" in state:
                     state["point"].copy_(weight)
                 if "radius" in state:
-                    state["radius"].copy_(kernels.first_radius(self._partition(group, p), weight))
+                    first = kernels.first_radius(self._partition(group, p), weight)
+                    if state["radius"].shape == first.shape:
+                        state["radius"].copy_(first)
+                    else:
+                        del state["radius"]
 
     @contextmanager
     def diagnostics(self) -> Iterator[Diagnostics]:
@@ -456,14 +472,19 @@ class StructuredOptimizer(Optimizer, ABC):
         for saved, here in zip(saved_groups, self.param_groups, strict=True):
             del saved["method"]
             for k in DEVICE_OPTIONS & saved.keys():
-                if here["capturable"]:
-                    saved[k] = here[k].copy_(saved[k])  # in place, for a captured graph reads it
+                if here["capturable"] and isinstance(here[k], Tensor):
+                    saved[k] = here[k].fill_(float(saved[k]))  # in place, for a captured graph reads it
                 elif isinstance(saved[k], Tensor) and not isinstance(here[k], Tensor):
                     saved[k] = saved[k].item()
             groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, *OWN, "params")}})
             for key, p in zip(saved["params"], here["params"], strict=True):
                 if key in state_dict["state"]:
                     state[p] = self._own_state(groups[-1], p, state_dict["state"][key])
+                    old = self.state.get(p, {})
+                    if here["capturable"] and old.keys() == state[p].keys():
+                        for k, v in state[p].items():  # in place, likewise
+                            old[k].copy_(v)
+                        state[p] = old
         self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -24,9 +24,9 @@ _GRAM_BELOW = 1e10
 # n³ times matrices up to which launching the products takes longer than making them: they are then recorded once, and
 # replayed as one
 _RECORD_BELOW = 2**30
-_RECORDS = 32
+_RECORDS = 128
 
-_Key: TypeAlias = tuple[torch.device, torch.Size, int]
+_Key: TypeAlias = tuple[torch.device, int, torch.Size, int]
 
 
 def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _products(x: Tensor, kappa: Tensor, largest: float) -> tuple[Tensor, Tensor]
 class _Record:
     """`_products` for one shape, recorded as a CUDA graph."""
 
-    def __init__(self, x: Tensor, kappa: Tensor, largest: float) -> None:
+    def __init__(self, x: Tensor, kappa: Tensor, largest: float, place: tuple[torch.device, int]) -> None:
         self.x, self.kappa = torch.empty_like(x, memory_format=torch.contiguous_format), kappa.clone()
         self.x.copy_(x)
         stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class _Record:
         with torch.cuda.stream(stream):
             _products(self.x, self.kappa, largest)  # libraries set themselves up in a first run
             stream.synchronize()
-            pool = _pools.setdefault(x.device, torch.cuda.graph_pool_handle())
+            pool = _pools.setdefault(place, torch.cuda.graph_pool_handle())
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             self.y, self.bound = _products(self.x, self.kappa, largest)
             self.graph.capture_end()
@@ -144,7 +144,7 @@ class _Record:
 
 _guesses: dict[tuple[torch.device, torch.Size], int] = {}
 _records: OrderedDict[_Key, _Record] = OrderedDict()
-_pools: dict[torch.device, Any] = {}  # memory that all records share: none runs beside another
+_pools: dict[tuple[torch.device, int], Any] = {}  # memory that a stream's records share: none runs beside another
 
 
 def _record(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -152,9 +152,10 @@ def _record(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor
     largest = 2.0**exponent
     if not x.is_cuda or len(x) * x.shape[-1] ** 3 > _RECORD_BELOW:
         return partial(_products, largest=largest)
-    key = (x.device, x.shape, exponent)
+    place = (x.device, torch.cuda.current_stream(x.device).cuda_stream)
+    key = (*place, x.shape, exponent)
     if key not in _records:
-        _records[key] = _Record(x, kappa, largest)
+        _records[key] = _Record(x, kappa, largest, place)
         while len(_records) > _RECORDS:
             _records.popitem(last=False)
     _records.move_to_end(key)
