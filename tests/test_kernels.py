@@ -24,8 +24,9 @@ from tables import OPTIMIZERS, ElasticNet, OptimizerCase, names
 pytest.importorskip("triton")
 
 from espalier import kernels
-from espalier.kernels import device, launch
+from espalier.kernels import columns, launch
 from espalier.kernels.geometry import Geometry, geometry, tile_of
+from espalier.kernels.work import BLOCK, Slab, programs
 
 # the interpreter computes masked lanes too, and there it divides by zero
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -930,12 +931,12 @@ def test_programs_cover_every_entry_once_and_panels_lie_together(processors: int
     for at in GEOMETRIES:
         tile = tile_of(at, processors)
         assert tile is not None
-        slab = launch.Slab(parameter=3, start=0, row=(), geometry=at)
-        work, panels = launch._programs(tile, slab, row=5, panels=7)
-        columns = {k: work[:, getattr(device, k).value].tolist() for k in ("TENSOR", "CLOCK", "PANEL", "SHARES")}
-        assert set(columns["TENSOR"]) == {5}
-        assert set(columns["CLOCK"]) == {3}
-        first, share = work[:, device.FIRST.value, None, None], work[:, device.SHARE.value, None, None]
+        slab = Slab(parameter=3, start=0, row=(), geometry=at)
+        work, panels = programs(tile, slab, row=5, panels=7)
+        column = {k: work[:, getattr(columns, k).value].tolist() for k in ("TENSOR", "CLOCK", "PANEL", "SHARES")}
+        assert set(column["TENSOR"]) == {5}
+        assert set(column["CLOCK"]) == {3}
+        first, share = work[:, columns.FIRST.value, None, None], work[:, columns.SHARE.value, None, None]
         rows, cols = torch.arange(tile.height)[:, None], torch.arange(tile.columns)[None, :]
         if tile.axis == 0:
             i, j = share * tile.height + rows, first * tile.columns + cols
@@ -957,25 +958,25 @@ def test_programs_cover_every_entry_once_and_panels_lie_together(processors: int
         assert torch.equal(off[mask] // at.run % at.groups, group[mask]), (at, tile)
         assert ((place >= 0) & (place < tile.width))[mask].all(), (at, tile)
         # programs of a panel share its groups: consecutive, as many as they say, and so many fit on the processors
-        assert (panel.flatten() + 7).tolist() == columns["PANEL"]
-        assert columns["PANEL"] == sorted(columns["PANEL"])
-        for one in set(columns["PANEL"]):
-            assert {n for n, q in zip(columns["SHARES"], columns["PANEL"], strict=True) if q == one} == {
-                columns["PANEL"].count(one)
+        assert (panel.flatten() + 7).tolist() == column["PANEL"]
+        assert column["PANEL"] == sorted(column["PANEL"])
+        for one in set(column["PANEL"]):
+            assert {n for n, q in zip(column["SHARES"], column["PANEL"], strict=True) if q == one} == {
+                column["PANEL"].count(one)
             }, (at, tile)
         if tile.shared:
-            assert panels == len(set(columns["PANEL"]))
-            assert processors is None or max(columns["SHARES"]) <= 4 * processors
+            assert panels == len(set(column["PANEL"]))
+            assert processors is None or max(column["SHARES"]) <= 4 * processors
         else:
-            assert set(columns["SHARES"]) == {1}
+            assert set(column["SHARES"]) == {1}
 
 
 @pytest.mark.parametrize("entries", [1, 2047, 2048, 2049, 10_000])
 def test_programs_entry_by_entry_cover_all(entries: int) -> None:
-    slab = launch.Slab(0, 0, (), Geometry(1, 1, 1, entries))
-    work, panels = launch._programs(None, slab, 0, 0)
+    slab = Slab(0, 0, (), Geometry(1, 1, 1, entries))
+    work, panels = programs(None, slab, 0, 0)
     assert panels == 0
-    assert work[:, device.FIRST.value].tolist() == list(range(math.ceil(entries / launch._BLOCK)))
+    assert work[:, columns.FIRST.value].tolist() == list(range(math.ceil(entries / BLOCK)))
 
 
 def test_a_group_too_large_for_all_processors_has_no_tile() -> None:

@@ -13,8 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels import capturing, device, first_radius
-from espalier.kernels.geometry import Geometry, Tile, geometry, tile_of
+from espalier.kernels import capturing, columns, device, first_radius, methods
+from espalier.kernels.geometry import Geometry, geometry, tile_of
+from espalier.kernels.work import BLOCK, BLOCK_WARPS, Bucket, Slab, programs
 from espalier.penalties import L1, GroupMCP, SparseGroupLasso
 from espalier.penalties.base import group_weight
 
@@ -24,41 +25,19 @@ if TYPE_CHECKING:
 Group: TypeAlias = dict[str, Any]
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# entries that a program steps where they do not depend on each other
-_BLOCK, _BLOCK_WARPS = 2048, 8
 # which of a parameter's tensors stands in which column of the table
 _COLUMNS = {
-    "weight": device.WEIGHT,
-    "param": device.PARAM,
-    "anchor": device.ANCHOR,
-    "grad_sum": device.SUM,
-    "grad_average": device.SUM,
-    "square_sum": device.SQUARES,
-    "square_average": device.SQUARES,
-    "square_max": device.LARGEST,
-    "radius": device.RADIUS,
-    "scale": device.SCALE,
+    "weight": columns.WEIGHT,
+    "param": columns.PARAM,
+    "anchor": columns.ANCHOR,
+    "grad_sum": columns.SUM,
+    "grad_average": columns.SUM,
+    "square_sum": columns.SQUARES,
+    "square_average": columns.SQUARES,
+    "square_max": columns.LARGEST,
+    "radius": columns.RADIUS,
+    "scale": columns.SCALE,
 }
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What tensors must have in common to share a launch."""
-
-    dtype: torch.dtype
-    aligned: bool
-    wide: bool
-    tile: Tile | None  # None: entry by entry
-
-
-@dataclass(frozen=True)
-class Slab:
-    """A parameter, or one of its parts whose groups are its own: a row of the table."""
-
-    parameter: int
-    start: int  # how many bytes into the gradient
-    row: tuple[int, ...]
-    geometry: Geometry
 
 
 @dataclass(frozen=True)
@@ -90,13 +69,15 @@ class Plan:
         self._slabs_in_order = [slab for slabs in buckets.values() for slab in slabs]
         self._grads: list[int] = []
         self._aligned = False
-        self._table = torch.zeros(len(self._slabs_in_order), device.TABLE.value, dtype=torch.int64, device=self._device)
+        self._table = torch.zeros(
+            len(self._slabs_in_order), columns.TABLE.value, dtype=torch.int64, device=self._device
+        )
         self._spare: Tensor | None = self._host_rows()
         self._recorded: list[Tensor] = []
         self._clocks = _upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
-        self._scalars = torch.zeros(len(params), device.SCALARS.value, device=self._device)
+        self._scalars = torch.zeros(len(params), columns.SCALARS.value, device=self._device)
         self._values: list[float] = []
-        self._options = torch.zeros(device.OPTIONS.value, dtype=torch.float64, device=self._device)
+        self._options = torch.zeros(columns.OPTIONS.value, dtype=torch.float64, device=self._device)
         self._counters, self._launches = self._schedule(buckets)
 
     @property
@@ -142,14 +123,14 @@ class Plan:
         assert at is not None
         for part in range(at.batch):
             start = part * (p.numel() // at.batch)
-            row = [0] * device.TABLE.value
+            row = [0] * columns.TABLE.value
             for name, x in tensors.items():
                 first = part * at.groups if name in ("radius", "scale") else start
                 row[_COLUMNS[name].value] = x.data_ptr() + first * x.element_size()
-            row[device.ROWS.value], row[device.GROUPS.value], row[device.RUN.value] = at.rows, at.groups, at.run
+            row[columns.ROWS.value], row[columns.GROUPS.value], row[columns.RUN.value] = at.rows, at.groups, at.run
             tile = None if self._entrywise else tile_of(at, processors(p.device))
             length = at.run if tile is None or tile.axis else at.groups * at.run
-            aligned = length % 4 == 0 and all(a % 16 == 0 for a in row[: device.RADIUS.value])
+            aligned = length % 4 == 0 and all(a % 16 == 0 for a in row[: columns.RADIUS.value])
             bucket = Bucket(p.dtype, aligned, p.numel() >= 2**31, tile)
             yield bucket, Slab(i, start * p.element_size(), tuple(row), at)
 
@@ -157,10 +138,10 @@ class Plan:
         p, penalty = self._params[i], self._group["penalty"]
         state = self._optimizer.state[p]
         factor = group_weight(getattr(penalty, "weight", None), self._optimizer._partition(self._group, p))
-        row = [0] * device.CLOCKS.value
-        row[device.STEP.value] = state["step"].data_ptr()
-        row[device.ALPHA.value] = state["alpha"].data_ptr() if "alpha" in state else 0
-        row[device.FACTOR.value] = struct.unpack("q", struct.pack("d", factor))[0]
+        row = [0] * columns.CLOCKS.value
+        row[columns.STEP.value] = state["step"].data_ptr()
+        row[columns.ALPHA.value] = state["alpha"].data_ptr() if "alpha" in state else 0
+        row[columns.FACTOR.value] = struct.unpack("q", struct.pack("d", factor))[0]
         return row
 
     def _schedule(self, buckets: dict[Bucket, list[Slab]]) -> tuple[Tensor, list[Launch]]:
@@ -170,7 +151,7 @@ class Plan:
         for bucket, slabs in buckets.items():
             panels, parts = 0, list[Tensor]()
             for slab in slabs:
-                part, more = _programs(bucket.tile, slab, row, panels)
+                part, more = programs(bucket.tile, slab, row, panels)
                 parts.append(part)
                 panels += more
                 row += 1
@@ -212,7 +193,7 @@ class Plan:
             rows = self._host_rows()
             if self._spare is None:
                 self._spare = self._host_rows()
-        rows[:, device.GRAD.value] = torch.tensor([addresses[s.parameter] + s.start for s in self._slabs_in_order])
+        rows[:, columns.GRAD.value] = torch.tensor([addresses[s.parameter] + s.start for s in self._slabs_in_order])
         self._table.copy_(rows, non_blocking=True)
         self._grads = addresses
 
@@ -246,7 +227,7 @@ class Plan:
         }
         finite = self._counters if finite is None else finite.to(self._device, torch.int32)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            device.tick[(len(self._params),)](
+            methods.tick[(len(self._params),)](
                 self._clocks, self._scalars, self._counters, finite, lr, eps, ramp, self._options,
                 len(self._params), len(self._counters), **common, BLOCK=1024,
             )  # fmt: skip
@@ -265,7 +246,7 @@ class Plan:
                 }
                 if bucket.tile is None:
                     device.step_entries[(len(launch.work),)](
-                        launch.work, self._table, self._scalars, finite, **kind, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS
+                        launch.work, self._table, self._scalars, finite, **kind, BLOCK=BLOCK, num_warps=BLOCK_WARPS
                     )
                 else:
                     tile = bucket.tile
@@ -285,19 +266,19 @@ class Plan:
         mix = getattr(penalty, "mix", 1.0 if isinstance(penalty, L1) else 0.0)
         lam = 0.0 if penalty is None else penalty.lam
         there = {k: group.get(k, 0.0) for k in ("lr", "eps", "ramp")}
-        values = [0.0] * device.OPTIONS.value
+        values = [0.0] * columns.OPTIONS.value
         for at, value in (
-            (device.FIRST_MOMENT, first),
-            (device.SECOND_MOMENT, second),
-            (device.LOG2_FIRST, _log2(first)),
-            (device.LOG2_SECOND, _log2(second)),
-            (device.WEIGHT_DECAY, group.get("weight_decay", 0.0)),
-            (device.LAM_GROUP, lam * (1 - mix)),
-            (device.LAM_ENTRY, lam * mix),
-            (device.GAMMA, getattr(penalty, "gamma", 0.0)),
-            (device.LR, there["lr"]),
-            (device.EPS, there["eps"]),
-            (device.RAMP, there["ramp"]),
+            (columns.FIRST_MOMENT, first),
+            (columns.SECOND_MOMENT, second),
+            (columns.LOG2_FIRST, _log2(first)),
+            (columns.LOG2_SECOND, _log2(second)),
+            (columns.WEIGHT_DECAY, group.get("weight_decay", 0.0)),
+            (columns.LAM_GROUP, lam * (1 - mix)),
+            (columns.LAM_ENTRY, lam * mix),
+            (columns.GAMMA, getattr(penalty, "gamma", 0.0)),
+            (columns.LR, there["lr"]),
+            (columns.EPS, there["eps"]),
+            (columns.RAMP, there["ramp"]),
         ):
             values[at.value] = 0.0 if on_device(value) else float(value)
         if values != self._values:
@@ -307,28 +288,9 @@ class Plan:
             self._values = values
         lr, eps, ramp = (
             value.to(self._device) if on_device(value) else self._options[at.value :]
-            for at, value in ((device.LR, there["lr"]), (device.EPS, there["eps"]), (device.RAMP, there["ramp"]))
+            for at, value in ((columns.LR, there["lr"]), (columns.EPS, there["eps"]), (columns.RAMP, there["ramp"]))
         )
         return lr, eps, ramp
-
-
-def _programs(tile: Tile | None, slab: Slab, row: int, panels: int) -> tuple[Tensor, int]:
-    """The work list of one row of the table, and how many panels it has."""
-    at = slab.geometry
-    across, shares = (math.ceil(at.run / _BLOCK), 1) if tile is None else (tile.across(at), tile.shares(at))
-    run = 1 if tile is None else tile.run
-    programs = torch.zeros(across, shares, device.WORK.value, dtype=torch.int32)
-    each = torch.arange(across).unsqueeze(1)
-    count = math.ceil(across / run)
-    programs[..., device.TENSOR.value] = row
-    programs[..., device.CLOCK.value] = slab.parameter
-    programs[..., device.FIRST.value] = each
-    programs[..., device.SHARE.value] = torch.arange(shares)
-    programs[..., device.SHARES.value] = shares * torch.where(each // run < count - 1, run, across - (count - 1) * run)
-    programs[..., device.PANEL.value] = panels + each // run
-    # by panels, and rows of tiles within
-    order = torch.argsort((each // run * shares + torch.arange(shares)).flatten(), stable=True)
-    return programs.flatten(0, 1)[order], count if tile is not None and tile.shared else 0
 
 
 def same_order(x: Tensor, y: Tensor) -> bool:
