@@ -9,18 +9,16 @@ count. λ, scaled by the noise's own singular values, leaves about half or a ten
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import report
 
 import espalier
-from espalier.tables import table
 
 SHAPES = ((512, 512), (2048, 512), (1024, 4096))
 # that leave half of the rank, and a tenth
@@ -90,17 +88,7 @@ def main() -> None:
         for lam in STRENGTHS[shape]:
             for count in (1, 8):
                 rows.append(measure(shape, lam, count, statistics.median(svds), args.steps, args.device))
-    print(table(list(rows[0]), [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
-    report = {
-        "command": " ".join(["python benchmarks/nuclear.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
-    }
-    out = args.out or Path("results") / f"nuclear-{args.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    report("nuclear", args.device, rows, args.out)
 
 
 if __name__ == "__main__":

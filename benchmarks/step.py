@@ -14,16 +14,15 @@ benchmarks/nuclear.py.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import report
 from shapes import NETWORKS, Shape
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -32,7 +31,6 @@ from torch.utils._pytree import tree_leaves
 
 import espalier
 from espalier.optim.base import StructuredOptimizer
-from espalier.tables import table
 
 METHODS = (espalier.RAMDA, espalier.RMDA, espalier.ProxSGD, espalier.ProxGen, espalier.ProxSSI)
 OPTIMIZERS = {method.__name__: method for method in METHODS}
@@ -208,19 +206,7 @@ def main() -> None:
     args.copy = copy_bandwidth() if args.device == "cuda" else 0.0
     torch.zeros(31 << 20, dtype=torch.uint8)  # glibc keeps what is freed once a block this large was, as in training
     rows = [measure(network, name, args) for network in networks for name in args.optimizers]
-    print(table(list(rows[0]), [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
-    cpu = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name"))
-    report = {
-        "command": " ".join(["python benchmarks/step.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else cpu.split(": ")[1],
-        "threads": torch.get_num_threads(),
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
-    }
-    out = args.out or Path("results") / f"step-{args.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    report("step", args.device, rows, args.out)
 
 
 if __name__ == "__main__":

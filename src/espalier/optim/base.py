@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias, cast, overload
 
 import torch
@@ -26,10 +25,12 @@ from espalier.optim.arithmetic import average
 from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
+from espalier.optim.gradients import all_finite, check_dense
+from espalier.optim.together import update_together
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty, RadialPenalty
 from espalier.solvers import Exact, Solver
-from espalier.subproblem import Scalar, Subproblem, together
+from espalier.subproblem import Scalar, Subproblem
 
 Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
@@ -42,21 +43,6 @@ OWN = ("skip_nonfinite", "fused", "capturable")
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
 _BLOCK = 1 << 19
-# Entries of subproblems solved together: a solver of them keeps dozens of copies, and larger batches gain nothing.
-_TOGETHER = 1 << 22
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A parameter on its way through a step."""
-
-    p: Tensor
-    clock: Clock
-    x: Tensors
-    before: Tensors
-    problem: Subproblem
-    groups: Partition
-    start: Tensor
 
 
 class StructuredOptimizer(Optimizer, ABC):
@@ -210,8 +196,8 @@ class StructuredOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients()
-        finite = self._all_finite() if self.defaults["skip_nonfinite"] else True
+        check_dense(self._parameters())
+        finite = all_finite(self._parameters()) if self.defaults["skip_nonfinite"] else True
         if finite is False:
             return loss
         for j, group in enumerate(self.param_groups):
@@ -223,7 +209,7 @@ class StructuredOptimizer(Optimizer, ABC):
             if fused := self._kernels(group):
                 left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
             if group["penalty"] and self._solver(group).batches and self._diagnostics is None:
-                self._update_together(group, left, finite)
+                update_together(self, group, left, finite)
             else:
                 for p in left:
                     self._update(group, p, names[p], finite)
@@ -246,34 +232,6 @@ class StructuredOptimizer(Optimizer, ABC):
             average(x["weight"], z, c)
             self._take_back(x, before, finite)
         self._set_clock(p, clock, finite)
-
-    def _update_together(self, group: Group, params: list[Tensor], finite: Tensor | bool) -> None:
-        """`_update` for parameters whose subproblems are solved in batches, one for each shape."""
-        batches: dict[Any, list[_Turn]] = defaultdict(list)
-        for p in params:
-            clock = self._tick(self._read_clock(self.state[p]), group)
-            ((x, groups),) = self._pieces(group, p, self.state[p], p.grad)
-            before = self._let_in(x, clock, group, finite)
-            problem = self._pose(x, clock, group).split(groups)
-            turn = _Turn(p, clock, x, before, problem, groups, groups.split(x.get("point", x["weight"])))
-            batches[p.device, x["weight"].dtype, groups.shape[1:]].append(turn)
-        for batch in batches.values():
-            most = max(1, _TOGETHER // batch[0].start.numel())
-            for turns in (batch[i : i + most] for i in range(0, len(batch), most)):
-                self._solve_together(group, turns, finite)
-
-    def _solve_together(self, group: Group, turns: list[_Turn], finite: Tensor | bool) -> None:
-        start = torch.cat([t.start for t in turns])
-        whole = replace(turns[0].groups, shape=tuple(start.shape))
-        problem = together([t.problem for t in turns])
-        solution = self._solver(group).solve(problem, group["penalty"], whole, start)
-        for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
-            z = t.groups.merge(point, t.x["weight"].shape)
-            if "point" in t.x:
-                t.x["point"].copy_(z)
-            average(t.x["weight"], z, self._averaging(t.clock, group))
-            self._take_back(t.x, t.before, finite)
-            self._set_clock(t.p, t.clock, finite)
 
     def _let_in(self, x: Tensors, clock: Clock, group: Group, finite: Tensor | bool) -> Tensors:
         """Accumulate the gradient. Returns copies of what a step that does not count must take back."""
@@ -508,19 +466,3 @@ class StructuredOptimizer(Optimizer, ABC):
                 f"step() is being captured in a CUDA graph, and {type(self).__name__} was built with capturable=False. "
                 "Build it with capturable=True."
             )
-
-    def _check_gradients(self) -> None:
-        for _, p, name in self._parameters():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"the gradient of {name} is sparse, and Espalier's optimizers need dense ones. "
-                    "Use sparse=False on its embedding, or leave it to another optimizer."
-                )
-
-    def _all_finite(self) -> Tensor | bool:
-        """Whether every gradient is; a tensor where the answer is on a device."""
-        flags = [p.grad.isfinite().all() for _, p, _ in self._parameters() if p.grad is not None]
-        if all(f.device.type == "cpu" for f in flags):
-            return all(bool(f) for f in flags)
-        home = next(f.device for f in flags if f.device.type != "cpu")
-        return torch.stack([f.to(home, non_blocking=True) for f in flags]).all()

@@ -1,0 +1,28 @@
+"""Whether the gradients are such that a step can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_dense(parameters: Iterable[tuple[Any, Tensor, str]]) -> None:
+    """Raise where a gradient is sparse."""
+    for _, p, name in parameters:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {name} is sparse, and Espalier's optimizers need dense ones. "
+                "Use sparse=False on its embedding, or leave it to another optimizer."
+            )
+
+
+def all_finite(parameters: Iterable[tuple[Any, Tensor, str]]) -> Tensor | bool:
+    """Whether every gradient is; a tensor where the answer is on a device."""
+    flags = [p.grad.isfinite().all() for _, p, _ in parameters if p.grad is not None]
+    if all(f.device.type == "cpu" for f in flags):
+        return all(bool(f) for f in flags)
+    home = next(f.device for f in flags if f.device.type != "cpu")
+    return torch.stack([f.to(home, non_blocking=True) for f in flags]).all()
