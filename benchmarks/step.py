@@ -3,12 +3,13 @@
     python benchmarks/step.py                                       # results/step-cpu.json
     python benchmarks/step.py --device cuda                         # results/step-cuda.json
 
-Only the penalised weights of a network step, with gradients given. Input channels differ in scale, so that λ, found by
-bisection, can set half of the groups to zero at the structured point after a warm-up with fresh gradients. Every round
-then starts from that state: some AdamW steps, some of the optimizer. Memory is what a step holds at its peak, and from
-one step to the next, beyond weights, gradients and state. On a GPU TB/s counts each tensor that a step must read or
-write once, next to a copy measured in the same process. Set OMP_NUM_THREADS=1 on a busy machine. The nuclear norm has
-benchmarks/nuclear.py.
+Only the penalised weights of a network step. Their gradients are those of a quadratic with noise, whose minimum differs
+in scale between input channels, so that λ, found by bisection, can set half of the groups to zero at the structured
+point once training is under way: after a warm-up of 20 steps, on a GPU of 200. Every round then starts from that state:
+some AdamW steps, some of the optimizer, each with a gradient of its own. Memory is what a step holds at its peak, and
+from one step to the next, beyond weights, gradients and state. On a GPU TB/s counts each tensor that a step must read
+or write once, next to a copy measured in the same process. Set OMP_NUM_THREADS=1 on a busy machine. The nuclear norm
+has benchmarks/nuclear.py.
 """
 
 from __future__ import annotations
@@ -44,20 +45,33 @@ def draw(shape: Shape, scale: float, device: str) -> Tensor:
     return torch.randn(shape, device=device).mul_(scale * channels)
 
 
-def build(name: str, lam: float, shapes: list[Shape], args: argparse.Namespace, free: bool) -> StructuredOptimizer:
-    """An optimizer after its warm-up, `free` of the penalty until then."""
-    torch.manual_seed(0)
-    device, penalty = args.device, espalier.GroupLasso(lam)
-    group = {"params": [draw(s, 0.05, device) for s in shapes], "penalty": penalty}
+class Quadratic:
+    """Weights, and gradients that pull them to a minimum, with noise."""
+
+    def __init__(self, shapes: list[Shape], device: str) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.weights = [draw(s, 0.05, device) for s in shapes]
+        self.minimum = [draw(s, 0.05, device) for s in shapes]
+
+    def gradients(self) -> list[Tensor]:
+        pairs = zip(self.weights, self.minimum, strict=True)
+        return [draw(w.shape, 1e-2, self.device).add_(w - m, alpha=0.1) for w, m in pairs]
+
+
+def warm(name: str, lam: float, quadratic: Quadratic, args: argparse.Namespace) -> StructuredOptimizer:
+    """An optimizer after its warm-up."""
+    group = {"params": quadratic.weights, "penalty": espalier.GroupLasso(lam)}
     optimizer = OPTIMIZERS[name]([group], fused=False if args.unfused else None)
-    (group,) = optimizer.param_groups
-    group["penalty"] = None if free else penalty
-    for _ in range(20):
-        for p in group["params"]:
-            p.grad = draw(p.shape, 1e-2, device)
+    for _ in range(args.warmup):
+        take(optimizer, quadratic.gradients())
         optimizer.step()
-    group["penalty"] = penalty
     return optimizer
+
+
+def take(optimizer: Optimizer, gradients: list[Tensor]) -> None:
+    for p, g in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+        p.grad = g
 
 
 def zero_share(optimizer: StructuredOptimizer) -> float:
@@ -70,13 +84,9 @@ def zero_share(optimizer: StructuredOptimizer) -> float:
 def half_zero(name: str, shapes: list[Shape], args: argparse.Namespace) -> float:
     """The λ that leaves about half, by bisection on one tensor of each shape."""
     shapes = list(dict.fromkeys(shapes))
-    # the sums of dual averaging do not depend on λ: one warm-up does
-    sums = build(name, 0.0, shapes, args, free=True) if OPTIMIZERS[name].anchored else None
     low, high, lam = 1e-6, 1e2, 1e-2
     for _ in range(12):
-        optimizer = sums or build(name, lam, shapes, args, free=False)
-        optimizer.param_groups[0]["penalty"] = espalier.GroupLasso(lam)
-        share = zero_share(optimizer)
+        share = zero_share(warm(name, lam, Quadratic(shapes, args.device), args))
         if abs(share - 0.5) < 0.03:
             break
         low, high = (lam, high) if share < 0.5 else (low, lam)
@@ -84,15 +94,16 @@ def half_zero(name: str, shapes: list[Shape], args: argparse.Namespace) -> float
     return lam
 
 
-def seconds(optimizer: Optimizer, steps: int, device: str) -> float:
-    """What one of `steps` steps takes."""
+def seconds(optimizer: Optimizer, pool: list[list[Tensor]], device: str) -> float:
+    """What a step takes, over one with each of the pool's gradients."""
     wait = torch.cuda.synchronize if device == "cuda" else time.perf_counter
     wait()
     start = time.perf_counter()
-    for _ in range(steps):
+    for gradients in pool:
+        take(optimizer, gradients)
         optimizer.step()
     wait()
-    return (time.perf_counter() - start) / steps
+    return (time.perf_counter() - start) / len(pool)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -133,25 +144,27 @@ def measure(network: str, name: str, args: argparse.Namespace) -> dict[str, Any]
     """One row."""
     shapes, device = NETWORKS[network], args.device
     lam = args.lam or half_zero(name, shapes, args)
-    optimizer = build(name, lam, shapes, args, free=False)
-    params = optimizer.param_groups[0]["params"]
+    quadratic = Quadratic(shapes, device)
+    optimizer = warm(name, lam, quadratic, args)
+    params = quadratic.weights
     adamw = AdamW([p.clone() for p in params], fused=True)
-    for copy, p in zip(adamw.param_groups[0]["params"], params, strict=True):
-        copy.grad = p.grad
 
     share = zero_share(optimizer)
     live = [*params, *(v for state in optimizer.state.values() for v in state.values())]
     saved = [x.clone() for x in live]
     peak = peak_bytes(optimizer, device)
-    # blocks long enough for the clock, and too short to lead far from the saved state
-    blocks = [min(20, math.ceil(0.01 / min(seconds(o, 1, device) for _ in range(3)))) for o in (adamw, optimizer)]
+    # blocks long enough for the clock, and too short to lead far from the saved state; fresh gradients, for the same
+    # again and again would move groups that are zero
+    pool = [quadratic.gradients()]
+    lengths = [min(20, math.ceil(0.01 / min(seconds(o, pool, device) for _ in range(3)))) for o in (adamw, optimizer)]
+    pool += [quadratic.gradients() for _ in range(max(lengths) - 1)]
     adamw_times, ratios = list[float](), list[float]()
     end = time.perf_counter() + args.seconds
     while time.perf_counter() < end or len(ratios) < 5:
         for x, s in zip(live, saved, strict=True):
             x.copy_(s)
-        adamw_times.append(seconds(adamw, blocks[0], device))
-        ratios.append(seconds(optimizer, blocks[1], device) / adamw_times[-1])
+        adamw_times.append(seconds(adamw, pool[: lengths[0]], device))
+        ratios.append(seconds(optimizer, pool[: lengths[1]], device) / adamw_times[-1])
     low, middle, high = statistics.quantiles(ratios, n=4)
     milliseconds = 1e3 * statistics.median(adamw_times)
     size = 1e-9 * sum(p.nbytes for p in params)
@@ -199,10 +212,12 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--unfused", action="store_true", help="without the kernels")
     parser.add_argument("--lam", type=float, help="λ, in place of the one that leaves half")
+    parser.add_argument("--warmup", type=int, help="steps before those that are timed")
     parser.add_argument("--seconds", type=float, default=10.0, help="for the rounds of each row")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     networks = args.weights or [n for n in NETWORKS if args.device == "cuda" or n != "gpt-350m"]
+    args.warmup = args.warmup or (200 if args.device == "cuda" else 20)
     args.copy = copy_bandwidth() if args.device == "cuda" else 0.0
     torch.zeros(31 << 20, dtype=torch.uint8)  # glibc keeps what is freed once a block this large was, as in training
     rows = [measure(network, name, args) for network in networks for name in args.optimizers]

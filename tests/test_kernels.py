@@ -268,7 +268,7 @@ def test_a_zero_group_is_zero_from_wherever_newton_begins(margin: float, shape: 
     groups = partition_of(espalier.Input(), shape)
     lam = float(groups.norm(b).max() * (1 + margin) / state["alpha"] / math.sqrt(groups.size))
     optimizer.param_groups[0]["penalty"] = espalier.GroupLasso(lam)
-    radius, scale = optimizer.state[p]["radius"]
+    radius, scale, _ = optimizer.state[p]["radius"]
     for size in (1e-3, 1e-2, 0.1, 1.0):
         radius.copy_(size * (1 + torch.rand(groups.count, generator=generator)))
         scale.fill_(0.7)

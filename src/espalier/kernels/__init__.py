@@ -75,9 +75,9 @@ def interpreted() -> bool:
 
 
 def first_radius(groups: Partition, weight: Tensor) -> Tensor:
-    """Where Newton begins in a first step: each group's norm, and the scale of its series."""
+    """Where Newton begins in a first step: each group's norm, the scale of its series, and the norm's trend."""
     norms = groups.norm(groups.split(weight)).reshape(-1)
-    return torch.stack([norms, norms.clamp(min=1e-6) / 4])
+    return torch.stack([norms, norms.clamp(min=1e-6) / 4, torch.zeros_like(norms)])
 
 
 def capturing() -> bool:

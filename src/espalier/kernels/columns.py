@@ -17,7 +17,8 @@ ROWS = tl.constexpr(8)
 GROUPS = tl.constexpr(9)
 RUN = tl.constexpr(10)
 SCALE = tl.constexpr(11)
-TABLE = tl.constexpr(12)
+TREND = tl.constexpr(12)
+TABLE = tl.constexpr(13)
 
 # columns of the table of clocks
 STEP = tl.constexpr(0)

@@ -29,6 +29,7 @@ from espalier.kernels.columns import (
     SHARES,
     TABLE,
     TENSOR,
+    TREND,
     WORK,
 )
 from espalier.kernels.exchange import (
@@ -150,6 +151,7 @@ def step_groups(
     exists = group < groups
     radius_at = address(row, RADIUS, tl.float32, False) + group
     scale_at = address(row, SCALE, tl.float32, False) + group
+    trend_at = address(row, TREND, tl.float32, False) + group
     kappa = tl.load(scalar + KAPPA)
     flat = tl.load(scalar + FLAT)
     k0 = kappa / tl.load(scalar + METRIC)  # under a scalar metric
@@ -158,6 +160,12 @@ def step_groups(
     else:
         r = tl.load(radius_at, mask=exists, other=0.0)
         r = tl.where((r >= 0) & (r < 1e30), r, 1.0)  # after a NaN any other start will do
+    last, trend = r, r
+    if METHOD == "prox_gen" and not CONCAVE:
+        # its groups shrink steadily on their way to zero; dual averaging's move either way, and gain nothing by this
+        trend = tl.load(trend_at, mask=exists, other=0.0)
+        trend = tl.where(tl.abs(trend) < 1e30, trend, 0.0)
+        r = tl.where(r > 0, tl.maximum(r + trend, 0.0), r)
     scale = tl.load(scale_at, mask=exists, other=1.0)
     scale = tl.maximum(tl.where(scale < 1e30, scale, 1.0), tl.maximum(0.25 * r, 1e-30))  # r + k is no less
     precise = exists | ~exists
@@ -288,4 +296,6 @@ def step_groups(
             if (share == 0) & (tile % RUN_LENGTH == 0):
                 tl.store(radius_at, r, mask=exists)
                 tl.store(scale_at, scale, mask=exists)
+                if METHOD == "prox_gen" and not CONCAVE:
+                    tl.store(trend_at, 0.5 * (trend + r - last), mask=exists)
     deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)

@@ -7,11 +7,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from espalier.kernels import capturing, columns, device, first_radius, methods
 from espalier.kernels.geometry import Geometry, geometry, tile_of
@@ -37,7 +40,12 @@ _COLUMNS = {
     "square_max": columns.LARGEST,
     "radius": columns.RADIUS,
     "scale": columns.SCALE,
+    "trend": columns.TREND,
 }
+# those that have an entry a group
+_BY_GROUP = ("radius", "scale", "trend")
+# of a parameter group, beside its penalty
+_OPTIONS = ("lr", "eps", "ramp", "betas", "momentum", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Plan:
         self._places = [(p.data_ptr(), p.stride()) for p in params]
         for p in params:
             self._settle(p)
-        self._states = [dict(optimizer.state[p]) for p in params]  # the table holds their addresses
+        self._state = self._state_now()  # the table holds their addresses
+        self._orders = [(p.dtype, p.stride()) for p in params]
         buckets: dict[Bucket, list[Slab]] = {}
         for i in range(len(params)):
             for bucket, slab in self._slabs(i):
@@ -77,6 +86,8 @@ class Plan:
         self._clocks = _upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
         self._scalars = torch.zeros(len(params), columns.SCALARS.value, device=self._device)
         self._values: list[float] = []
+        self._given: list[Any] = []
+        self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
         self._options = torch.zeros(columns.OPTIONS.value, dtype=torch.float64, device=self._device)
         self._counters, self._launches = self._schedule(buckets)
 
@@ -87,12 +98,16 @@ class Plan:
 
     def current(self) -> bool:
         """Whether parameters and state still lie where they did."""
-        state = self._optimizer.state
-        return self._places == [(p.data_ptr(), p.stride()) for p in self._params] and all(
-            state[p].get(k) is x
-            for p, tensors in zip(self._params, self._states, strict=True)
-            for k, x in tensors.items()
+        now = self._state_now()
+        return (
+            self._places == [(p.data_ptr(), p.stride()) for p in self._params]
+            and len(now) == len(self._state)
+            and all(map(is_, now, self._state))
         )
+
+    def _state_now(self) -> list[Tensor]:
+        state = self._optimizer.state
+        return list(chain.from_iterable(state[p].values() for p in self._params))
 
     # ------------------------------------------------------------------------------------------------ tables
 
@@ -108,7 +123,7 @@ class Plan:
         if not self._entrywise:
             groups = self._optimizer._partition(self._group, p)
             radius = state.get("radius")
-            if radius is None or radius.shape[1] != groups.count:
+            if radius is None or radius.shape != (len(_BY_GROUP), groups.count):
                 state["radius"] = first_radius(groups, state.get("master", p))
 
     def _slabs(self, i: int) -> Iterator[tuple[Bucket, Slab]]:
@@ -118,14 +133,14 @@ class Plan:
         tensors = {"weight": state.get("master", p), "param": p}
         tensors |= {k: state[k] for k in optimizer._buffers(self._group)}
         if not self._entrywise:
-            tensors["radius"], tensors["scale"] = state["radius"]
+            tensors |= zip(_BY_GROUP, state["radius"], strict=True)
         at = Geometry(1, 1, 1, p.numel()) if self._entrywise else geometry(groups, tuple(p.shape), p.stride())
         assert at is not None
         for part in range(at.batch):
             start = part * (p.numel() // at.batch)
             row = [0] * columns.TABLE.value
             for name, x in tensors.items():
-                first = part * at.groups if name in ("radius", "scale") else start
+                first = part * at.groups if name in _BY_GROUP else start
                 row[_COLUMNS[name].value] = x.data_ptr() + first * x.element_size()
             row[columns.ROWS.value], row[columns.GROUPS.value], row[columns.RUN.value] = at.rows, at.groups, at.run
             tile = None if self._entrywise else tile_of(at, processors(p.device))
@@ -179,10 +194,10 @@ class Plan:
     def _point_at(self, grads: Sequence[Tensor], captured: bool) -> None:
         """Let the table hold the gradients' addresses."""
         addresses = [g.data_ptr() for g in grads]
-        self._aligned = all((addresses[s.parameter] + s.start) % 16 == 0 for s in self._slabs_in_order)
         # once there is a graph, its replays change the table, too
         if addresses == self._grads and not (captured or self._recorded):
             return
+        self._aligned = all((addresses[s.parameter] + s.start) % 16 == 0 for s in self._slabs_in_order)
         if captured:
             # a recorded copy reads the host's memory at every replay: it gets its own, made ready before
             if self._spare is None:
@@ -201,7 +216,9 @@ class Plan:
 
     def step(self, finite: Tensor | None) -> None:
         """One step."""
-        grads = [_in_order(p.grad, p) for p in self._params if p.grad is not None]
+        grads = [p.grad for p in self._params if p.grad is not None]
+        if [(g.dtype, g.stride()) for g in grads] != self._orders:
+            grads = [_in_order(g, p) for g, p in zip(grads, self._params, strict=True)]
         self._point_at(grads, capturing())
         self._run(finite, update=True)
 
@@ -217,51 +234,79 @@ class Plan:
             r.copy_(before)
 
     def _run(self, finite: Tensor | None, update: bool) -> None:
-        optimizer, group = self._optimizer, self._group
-        penalty = group["penalty"]
-        lr, eps, ramp = self._set_options()
-        common = {
-            "METHOD": optimizer.kernel,
-            "UPDATE": update,
-            "SKIP": finite is not None,
-        }
+        optimizer, group, skip = self._optimizer, self._group, finite is not None
+        given = self._set_options()
         finite = self._counters if finite is None else finite.to(self._device, torch.int32)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            methods.tick[(len(self._params),)](
-                self._clocks, self._scalars, self._counters, finite, lr, eps, ramp, self._options,
-                len(self._params), len(self._counters), **common, BLOCK=1024,
-            )  # fmt: skip
-            common |= {
-                "MAXIMIZE": group["maximize"],
-                "AMSGRAD": group.get("amsgrad", False),
-                "AVERAGED": optimizer.anchored,
-            }
+            tensors, counted = len(self._params), len(self._counters)
+            self._launch(
+                methods.tick,
+                tensors,
+                [self._clocks, self._scalars, self._counters, finite, *given, self._options, tensors, counted],
+                (update, skip, False, *((x.dtype, x.data_ptr() % 16) for x in given)),
+                None,
+            )
             for launch in self._launches:
-                bucket = launch.bucket
-                kind = {
-                    **common,
-                    "TYPE": TYPES[bucket.dtype],
-                    "ALIGNED": bucket.aligned and self._aligned,
-                    "MASTER": bucket.dtype != torch.float32,
-                }
-                if bucket.tile is None:
-                    device.step_entries[(len(launch.work),)](
-                        launch.work, self._table, self._scalars, finite, **kind, BLOCK=BLOCK, num_warps=BLOCK_WARPS
-                    )
-                else:
-                    tile = bucket.tile
-                    device.step_groups[(len(launch.work),)](
-                        launch.work, self._table, self._scalars, finite, launch.counters, launch.early, launch.later,
-                        getattr(optimizer._solver(group), "max_iters", 100),
-                        **kind, SCALAR=optimizer.scalar_metric, CONCAVE=isinstance(penalty, GroupMCP),
-                        ENTRIES=isinstance(penalty, SparseGroupLasso), AXIS=tile.axis, RUN_LENGTH=tile.run,
-                        HEIGHT=tile.height, COLUMNS=tile.columns, SHARED=tile.shared, SINGLE=tile.single,
-                        WIDE=bucket.wide, num_warps=tile.warps, maxnreg=tile.registers,
-                    )  # fmt: skip
+                arguments: list[Any] = [launch.work, self._table, self._scalars, finite]
+                if launch.bucket.tile:
+                    arguments += [launch.counters, launch.early, launch.later]
+                    arguments.append(getattr(optimizer._solver(group), "max_iters", 100))
+                kernel = device.step_groups if launch.bucket.tile else device.step_entries
+                self._launch(kernel, len(launch.work), arguments, (update, skip, self._aligned), launch.bucket)
 
-    def _set_options(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _launch(
+        self, kernel: Any, programs: int, arguments: Sequence[Any], kind: tuple[Any, ...], bucket: Bucket | None
+    ) -> None:
+        """Launch a kernel. Triton's dispatch takes 0.1 ms; what it compiled is called without it from then on."""
+        if known := self._compiled.get((bucket, *kind)):
+            launch, constants = known
+            launch(*arguments, *constants)
+            return
+        named, options = self._constants(bucket, *kind[:3])
+        compiled = kernel[(programs,)](*arguments, **named, **options)
+        if isinstance(compiled, CompiledKernel):  # not in the interpreter
+            constants = [named[name] for name in kernel.arg_names[len(arguments) :]]
+            self._compiled[bucket, *kind] = compiled[programs, 1, 1], constants
+
+    def _constants(self, bucket: Bucket | None, update: bool, skip: bool, aligned: bool) -> tuple[Group, Group]:
+        """What a kernel is compiled for: its constants, and the compiler's options; without a bucket the clocks'."""
+        optimizer, group, penalty = self._optimizer, self._group, self._group["penalty"]
+        constants = {"METHOD": optimizer.kernel, "UPDATE": update, "SKIP": skip}
+        if bucket is None:
+            return constants | {"BLOCK": 1024}, {}
+        constants |= {
+            "MAXIMIZE": group["maximize"],
+            "AMSGRAD": group.get("amsgrad", False),
+            "AVERAGED": optimizer.anchored,
+            "TYPE": TYPES[bucket.dtype],
+            "ALIGNED": bucket.aligned and aligned,
+            "MASTER": bucket.dtype != torch.float32,
+        }
+        if bucket.tile is None:
+            return constants | {"BLOCK": BLOCK}, {"num_warps": BLOCK_WARPS}
+        tile = bucket.tile
+        constants |= {
+            "SCALAR": optimizer.scalar_metric,
+            "CONCAVE": isinstance(penalty, GroupMCP),
+            "ENTRIES": isinstance(penalty, SparseGroupLasso),
+            "AXIS": tile.axis,
+            "RUN_LENGTH": tile.run,
+            "HEIGHT": tile.height,
+            "COLUMNS": tile.columns,
+            "SHARED": tile.shared,
+            "SINGLE": tile.single,
+            "WIDE": bucket.wide,
+        }
+        return constants, {"num_warps": tile.warps, "maxnreg": tile.registers}
+
+    def _set_options(self) -> tuple[Tensor, ...]:
         """The group's options on the device; lr, eps and ramp may be tensors there already."""
         group, penalty = self._group, self._group["penalty"]
+        given = [penalty, *map(group.get, _OPTIONS)]
+        plain = not any(isinstance(value, Tensor) for value in given)
+        if plain and given == self._given:
+            return self._options_there()
+        self._given = given if plain else []
         first, second = group.get("betas") or (group["momentum"], 0.0)
         mix = getattr(penalty, "mix", 1.0 if isinstance(penalty, L1) else 0.0)
         lam = 0.0 if penalty is None else penalty.lam
@@ -286,11 +331,15 @@ class Plan:
                 raise RuntimeError("take a step after a change of options and before capturing one.")
             self._options.copy_(_pinned(torch.tensor(values, dtype=torch.float64), self._device), non_blocking=True)
             self._values = values
-        lr, eps, ramp = (
-            value.to(self._device) if on_device(value) else self._options[at.value :]
-            for at, value in ((columns.LR, there["lr"]), (columns.EPS, there["eps"]), (columns.RAMP, there["ramp"]))
-        )
-        return lr, eps, ramp
+        return self._options_there()
+
+    def _options_there(self) -> tuple[Tensor, ...]:
+        there: list[tuple[Any, Any]] = [
+            (columns.LR, self._group["lr"]),
+            (columns.EPS, self._group.get("eps")),
+            (columns.RAMP, self._group.get("ramp")),
+        ]
+        return tuple(x.to(self._device) if on_device(x) else self._options[at.value :] for at, x in there)
 
 
 def same_order(x: Tensor, y: Tensor) -> bool:

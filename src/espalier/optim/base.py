@@ -196,21 +196,21 @@ class StructuredOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_dense(self._parameters())
+        check_dense(self.param_groups)
         finite = all_finite(self._parameters()) if self.defaults["skip_nonfinite"] else True
         if finite is False:
             return loss
         for j, group in enumerate(self.param_groups):
-            names = {p: name for p, name in named(group, j) if p.grad is not None and p.numel()}
-            for p in names:
+            left = [p for p in group["params"] if p.grad is not None and p.numel()]
+            for p in left:
                 if not self.state[p]:
                     self._new_state(group, p)
-            left = list(names)
             if fused := self._kernels(group):
                 left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
             if group["penalty"] and self._solver(group).batches and self._diagnostics is None:
                 update_together(self, group, left, finite)
             else:
+                names = dict(named(group, j)) if left else {}
                 for p in left:
                     self._update(group, p, names[p], finite)
         return loss

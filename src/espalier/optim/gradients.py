@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier.optim.checkpoint import named
 
-def check_dense(parameters: Iterable[tuple[Any, Tensor, str]]) -> None:
+
+def check_dense(groups: list[dict[str, Any]]) -> None:
     """Raise where a gradient is sparse."""
-    for _, p, name in parameters:
-        if p.grad is not None and p.grad.layout != torch.strided:
+    for j, group in enumerate(groups):
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in group["params"]):
+            name = next(name for p, name in named(group, j) if p.grad is not None and p.grad.layout != torch.strided)
             raise RuntimeError(
                 f"the gradient of {name} is sparse, and Espalier's optimizers need dense ones. "
                 "Use sparse=False on its embedding, or leave it to another optimizer."
