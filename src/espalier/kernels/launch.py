@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ class Plan:
         self._table = torch.zeros(
             len(self._slabs_in_order), columns.TABLE.value, dtype=torch.int64, device=self._device
         )
-        self._spare: Tensor | None = self._host_rows()
+        self._rows = torch.tensor([slab.row for slab in self._slabs_in_order])
+        self._spare: Tensor | None = _pinned(self._rows, self._device)
         self._recorded: list[Tensor] = []
         self._clocks = _upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
         self._scalars = torch.zeros(len(params), columns.SCALARS.value, device=self._device)
@@ -188,27 +190,26 @@ class Plan:
             for i, (bucket, work, panels) in enumerate(works)
         ]
 
-    def _host_rows(self) -> Tensor:
-        return _pinned(torch.tensor([slab.row for slab in self._slabs_in_order]), self._device)
-
     def _point_at(self, grads: Sequence[Tensor], captured: bool) -> None:
         """Let the table hold the gradients' addresses."""
         addresses = [g.data_ptr() for g in grads]
         # once there is a graph, its replays change the table, too
         if addresses == self._grads and not (captured or self._recorded):
             return
-        self._aligned = all((addresses[s.parameter] + s.start) % 16 == 0 for s in self._slabs_in_order)
+        starts = [addresses[s.parameter] + s.start for s in self._slabs_in_order]
+        self._aligned = not any(start % 16 for start in starts)
+        rows = self._rows
         if captured:
             # a recorded copy reads the host's memory at every replay: it gets its own, made ready before
             if self._spare is None:
                 raise RuntimeError("take a step between two captures: each needs memory that a capture cannot make.")
             rows, self._spare = self._spare, None
             self._recorded.append(rows)
-        else:
-            rows = self._host_rows()
+        rows[:, columns.GRAD.value] = torch.frombuffer(array("q", starts), dtype=torch.int64)
+        if not captured:
+            rows = _pinned(rows, self._device)
             if self._spare is None:
-                self._spare = self._host_rows()
-        rows[:, columns.GRAD.value] = torch.tensor([addresses[s.parameter] + s.start for s in self._slabs_in_order])
+                self._spare = _pinned(self._rows, self._device)
         self._table.copy_(rows, non_blocking=True)
         self._grads = addresses
 
