@@ -6,7 +6,7 @@
 Only the penalised weights of a network step. Their gradients are those of a quadratic with noise, whose minimum differs
 in scale between input channels, so that λ, found by bisection, can set half of the groups to zero at the structured
 point once training is under way: after a warm-up of 20 steps, on a GPU of 200. Every round then starts from that state:
-some AdamW steps, some of the optimizer, each with a gradient of its own. Memory is what a step holds at its peak, and
+some AdamW steps, some of the optimizer, on the gradient without noise. Memory is what a step holds at its peak, and
 from one step to the next, beyond weights, gradients and state. On a GPU TB/s counts each tensor that a step must read
 or write once, next to a copy measured in the same process. Set OMP_NUM_THREADS=1 on a busy machine. The nuclear norm
 has benchmarks/nuclear.py.
@@ -54,9 +54,9 @@ class Quadratic:
         self.weights = [draw(s, 0.05, device) for s in shapes]
         self.minimum = [draw(s, 0.05, device) for s in shapes]
 
-    def gradients(self) -> list[Tensor]:
-        pairs = zip(self.weights, self.minimum, strict=True)
-        return [draw(w.shape, 1e-2, self.device).add_(w - m, alpha=0.1) for w, m in pairs]
+    def backward(self, noise: float = 1e-2) -> None:
+        for w, m in zip(self.weights, self.minimum, strict=True):
+            w.grad = draw(w.shape, noise, self.device).add_(w - m, alpha=0.1)
 
 
 def warm(name: str, lam: float, quadratic: Quadratic, args: argparse.Namespace) -> StructuredOptimizer:
@@ -64,14 +64,9 @@ def warm(name: str, lam: float, quadratic: Quadratic, args: argparse.Namespace) 
     group = {"params": quadratic.weights, "penalty": espalier.GroupLasso(lam)}
     optimizer = OPTIMIZERS[name]([group], fused=False if args.unfused else None)
     for _ in range(args.warmup):
-        take(optimizer, quadratic.gradients())
+        quadratic.backward()
         optimizer.step()
     return optimizer
-
-
-def take(optimizer: Optimizer, gradients: list[Tensor]) -> None:
-    for p, g in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
-        p.grad = g
 
 
 def zero_share(optimizer: StructuredOptimizer) -> float:
@@ -94,16 +89,15 @@ def half_zero(name: str, shapes: list[Shape], args: argparse.Namespace) -> float
     return lam
 
 
-def seconds(optimizer: Optimizer, pool: list[list[Tensor]], device: str) -> float:
-    """What a step takes, over one with each of the pool's gradients."""
+def seconds(optimizer: Optimizer, steps: int, device: str) -> float:
+    """What one of `steps` steps takes."""
     wait = torch.cuda.synchronize if device == "cuda" else time.perf_counter
     wait()
     start = time.perf_counter()
-    for gradients in pool:
-        take(optimizer, gradients)
+    for _ in range(steps):
         optimizer.step()
     wait()
-    return (time.perf_counter() - start) / len(pool)
+    return (time.perf_counter() - start) / steps
 
 
 class LiveBytes(TorchDispatchMode):
@@ -147,24 +141,24 @@ def measure(network: str, name: str, args: argparse.Namespace) -> dict[str, Any]
     quadratic = Quadratic(shapes, device)
     optimizer = warm(name, lam, quadratic, args)
     params = quadratic.weights
+    quadratic.backward(noise=0.0)  # the same noise step after step would move groups that are zero
     adamw = AdamW([p.clone() for p in params], fused=True)
+    for copy, p in zip(adamw.param_groups[0]["params"], params, strict=True):
+        copy.grad = p.grad
 
     share = zero_share(optimizer)
     live = [*params, *(v for state in optimizer.state.values() for v in state.values())]
     saved = [x.clone() for x in live]
     peak = peak_bytes(optimizer, device)
-    # blocks long enough for the clock, and too short to lead far from the saved state; fresh gradients, for the same
-    # again and again would move groups that are zero
-    pool = [quadratic.gradients()]
-    lengths = [min(20, math.ceil(0.01 / min(seconds(o, pool, device) for _ in range(3)))) for o in (adamw, optimizer)]
-    pool += [quadratic.gradients() for _ in range(max(lengths) - 1)]
+    # blocks long enough for the clock, and too short to lead far from the saved state
+    lengths = [min(20, math.ceil(0.01 / min(seconds(o, 1, device) for _ in range(3)))) for o in (adamw, optimizer)]
     adamw_times, ratios = list[float](), list[float]()
     end = time.perf_counter() + args.seconds
     while time.perf_counter() < end or len(ratios) < 5:
         for x, s in zip(live, saved, strict=True):
             x.copy_(s)
-        adamw_times.append(seconds(adamw, pool[: lengths[0]], device))
-        ratios.append(seconds(optimizer, pool[: lengths[1]], device) / adamw_times[-1])
+        adamw_times.append(seconds(adamw, lengths[0], device))
+        ratios.append(seconds(optimizer, lengths[1], device) / adamw_times[-1])
     low, middle, high = statistics.quantiles(ratios, n=4)
     milliseconds = 1e3 * statistics.median(adamw_times)
     size = 1e-9 * sum(p.nbytes for p in params)
