@@ -1,6 +1,12 @@
 """Espalier trains networks that come out exactly structured. This is the whole public API."""
 
 from espalier._version import __version__ as __version__
+from espalier.compact import ShrinkError as ShrinkError
+from espalier.compact import Shrunk as Shrunk
+from espalier.compact import export as export
+from espalier.compact import load as load
+from espalier.compact import save as save
+from espalier.compact import shrink as shrink
 from espalier.groupings import Element as Element
 from espalier.groupings import Grouping as Grouping
 from espalier.groupings import Heads as Heads

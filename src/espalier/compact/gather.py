@@ -1,0 +1,100 @@
+"""Layers that select their inputs, where others need the channels that they do not."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.compact.layers import Gather
+from espalier.compact.plan import Plan
+from espalier.compact.report import GatherRow
+from espalier.compact.rewrite import Kept, _fix_sizes, fold
+from espalier.compact.trace import Reader, Trace
+
+# what a selection must gain to be worth another layer
+_GAIN = 0.95
+
+
+def gather_inputs(
+    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int
+) -> list[GatherRow]:  # fmt: skip
+    """Where it pays, or always: name, inputs before and after, milliseconds before and after."""
+    rows = []
+    for reader in trace.readers if gather != "never" else ():
+        if reader.module is None:
+            continue
+        here = plan.index(reader.columns)
+        read = _rounded(plan.reads(reader)[here], align)
+        if bool(read.all()):
+            continue
+        index = read.nonzero().flatten()
+        layer: Any = model.get_submodule(reader.module)
+        smaller = copy.deepcopy(layer)
+        _take_up(smaller, reader, plan, here, read)
+        dim = 0 if reader.transposed else 1
+        weight = nn.Parameter(layer.weight.detach().index_select(dim, index.to(layer.weight.device)))
+        smaller.weight = weight.requires_grad_(layer.weight.requires_grad)
+        _fix_sizes(smaller)
+        parent = model.get_submodule(reader.module.rpartition(".")[0])
+        inside = isinstance(parent, Gather) and reader.module.endswith(".layer")
+        made = Gather(smaller, reader.dim, index.to(layer.weight.device))
+        before = after = None
+        if gather == "auto" and not inside:
+            # measured before, and not worth it: a second look may only differ by noise
+            if getattr(layer, "_gathered", None) == (len(here), len(index)):
+                continue
+            shape = list(reader.input_shape)
+            shape[reader.dim] = len(here)
+            before, after = _milliseconds(layer, made, torch.randn(shape).to(layer.weight))
+            if after > _GAIN * before:
+                layer._gathered = len(here), len(index)
+                continue
+        kept.narrow(reader.weight, dim, index)
+        if inside:
+            assert isinstance(parent, Gather)
+            parent.index = parent.index[index.to(parent.index.device)]
+            model.set_submodule(reader.module, smaller)
+        else:
+            model.set_submodule(reader.module, made)
+            for leaf in ("weight", "bias"):
+                kept.renamed[f"{reader.module}.{leaf}"] = f"{reader.module}.layer.{leaf}"
+        rows.append(GatherRow(reader.module, len(here), len(index), before, after))
+    return rows
+
+
+def _rounded(read: Tensor, align: int) -> Tensor:
+    """At least one, and a multiple."""
+    read = read.clone()
+    missing = min(len(read), -(-max(1, int(read.sum())) // align) * align) - int(read.sum())
+    read[(~read).nonzero().flatten()[:missing]] = True
+    return read
+
+
+def _take_up(layer: nn.Module, reader: Reader, plan: Plan, here: Tensor, read: Tensor) -> None:
+    """The constants that are no longer read, into the bias."""
+    part = Reader(
+        "weight", "bias" if getattr(layer, "bias", None) is not None else None, plan.index(reader.rows), here,
+        reader.nonzero, reader.folds[here], reader.values[here], reader.transposed, "",
+    )  # fmt: skip
+    fold(layer, part, ~read)
+
+
+def _milliseconds(plain: nn.Module, gathered: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Both layers, turn by turn."""
+    times: tuple[list[float], list[float]] = ([], [])
+    wait = torch.cuda.synchronize if x.is_cuda else time.perf_counter
+    with torch.no_grad():
+        end = time.perf_counter() + 0.2
+        while time.perf_counter() < end or len(times[0]) < 5:
+            for layer, taken in zip((plain, gathered), times, strict=True):
+                wait()
+                start = time.perf_counter()
+                layer(x)
+                wait()
+                taken.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[0][1:]), statistics.median(times[1][1:])

@@ -1,0 +1,111 @@
+"""Modules that are traced as one: recurrent layers, attention, and our own Gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from espalier.compact.layers import Gather
+from espalier.compact.rules import _columns, _constants, _give
+from espalier.compact.trace import Reader, Tracer
+
+Forward: TypeAlias = Callable[..., Any]
+ModuleRule: TypeAlias = Callable[[Tracer, str, Any, Forward, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _recurrent(
+    tracer: Tracer, name: str, module: nn.RNNBase, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with torch._C.DisableTorchFunction():
+        out = forward(*args, **kwargs)
+        x, hx = args[0], (args[1] if len(args) > 1 else kwargs.get("hx"))
+        columns = _columns(tracer, x, -1) if isinstance(x, Tensor) else None
+        if columns is None or module.proj_size or hx is not None:
+            why = (
+                "packed input" if not isinstance(x, Tensor) else "a projection" if module.proj_size else "a given state"
+            )
+            tracer.leave(name, module, [args, kwargs], why)
+        else:
+            _units(tracer, name, module, x, columns, out)
+    return out
+
+
+def _units(tracer: Tracer, name: str, module: nn.RNNBase, x: Tensor, columns: Tensor, out: Any) -> None:
+    """A unit's gates go with it; it is read by all units of its layer, and by the next one."""
+    constant, values = _constants(tracer, x, -1)
+    directions = ["", "_reverse"] if module.bidirectional else [""]
+    size, layers = module.hidden_size, []
+    for layer in range(module.num_layers):
+        units = []
+        for direction in directions:
+            suffix = f"_l{layer}{direction}"
+            here = tracer.slot(f"{name}.weight_hh{suffix}", 1)
+            units.append(here)
+            for kind, read in (("ih", columns), ("hh", here)):
+                weight = f"{name}.weight_{kind}{suffix}"
+                w = tracer.parameter(weight)
+                rows = tracer.slot(weight, 0, here.repeat(w.shape[0] // size))
+                bias = f"{name}.bias_{kind}{suffix}" if module.bias else None
+                if bias:
+                    tracer.slot(bias, 0, rows)
+                read = tracer.slot(weight, 1, read)
+                still = constant if kind == "ih" else torch.zeros(len(read), dtype=torch.bool)
+                known = values if kind == "ih" else torch.zeros(len(read), dtype=w.dtype)
+                takes = module.bias and w.dtype in (torch.float32, torch.float64)
+                folds = still & ((known == 0) | takes)
+                tracer.trace.readers.append(Reader(weight, bias, rows, read, (w != 0).cpu(), folds, known))
+        layers.append(units)
+        columns = torch.cat(units)
+        constant, values = torch.zeros(len(columns), dtype=torch.bool), torch.zeros(len(columns), dtype=x.dtype)
+    # one hidden_size for all of them
+    tracer.trace.equal.append([u for units in layers for u in units])
+    output, states = out
+    never = torch.zeros(len(columns), dtype=torch.bool)
+    _give(tracer, output, -1, columns, never)
+    each = torch.stack([u for units in layers for u in units])
+    for state in states if isinstance(states, tuple) else (states,):
+        tracer.set(state, each.unsqueeze(1) if state.dim() == 3 else each)
+
+
+def _attention(
+    tracer: Tracer,
+    name: str,
+    module: nn.MultiheadAttention,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    with torch._C.DisableTorchFunction():
+        out = forward(*args, **kwargs)
+        tracer.leave(name, module, [args, kwargs], "attention keeps its width")
+        width = module.out_proj.weight.shape[1] // module.num_heads
+        read = (module.out_proj.weight != 0).any(0).reshape(-1, width).any(1)
+        if module.bias_k is None and module.bias_v is None and not module.add_zero_attn:
+            tracer.trace.heads[name] = read.nonzero().flatten().tolist() or [0]
+    return out
+
+
+def _gather(
+    tracer: Tracer, name: str, module: Gather, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    (x,) = args
+    with torch._C.DisableTorchFunction():
+        columns = _columns(tracer, x, module.dim)
+        if columns is None:
+            tracer.pin([x], "channels in another dimension than it selects")
+            columns = tracer.label(x).flatten()[:0]
+        tracer.trace.gathers[name] = columns
+        tag, index = tracer.tag(x), module.index.cpu()
+        selected = x.index_select(module.dim, module.index)
+        tracer.set(selected, *(t.index_select(module.dim, index) for t in (tag.label, tag.constant)))
+    return module.layer(selected)
+
+
+MODULE_RULES: tuple[tuple[Any, ModuleRule], ...] = (
+    (nn.RNNBase, _recurrent),
+    (nn.MultiheadAttention, _attention),
+    (Gather, _gather),
+)

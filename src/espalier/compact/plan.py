@@ -1,0 +1,94 @@
+"""Which channels leave."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from espalier.compact.trace import Reader, Trace
+from espalier.compact.units import RIGID
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which units stay."""
+
+    roots: Tensor
+    live: Tensor  # by root
+
+    def stays(self, labels: Tensor) -> Tensor:
+        return self.live[self.roots[labels]]
+
+    def index(self, labels: Tensor) -> Tensor:
+        """Where those stand that stay."""
+        return self.stays(labels).nonzero().flatten()
+
+    def reads(self, reader: Reader) -> Tensor:
+        """The columns of a product that matter to what stays of its rows."""
+        return (reader.nonzero[self.stays(reader.rows)] & ~reader.folds).any(0)
+
+
+def plan(trace: Trace, align: int, careful: bool) -> Plan:
+    """A unit stays when the model's output depends on it, or where a layer needs the number.
+
+    careful: units that go through sizes which may be written in the model's code stay, too.
+    """
+    for units in trace.risky if careful else ():
+        trace.units.pin(units)
+    roots = trace.units.roots()
+    live = torch.zeros(len(roots), dtype=torch.bool)
+    live[RIGID] = True
+    found = Plan(roots, live)
+    _spread(trace, found)
+    _round(trace, found, align)
+    return found
+
+
+def shared_folds(readers: list[Reader]) -> Iterator[Reader]:
+    """A weight that is read in several places has one bias for all of them: it takes up no constant but zero."""
+    times = Counter(r.weight for r in readers)
+    biases = Counter(r.bias for r in readers)
+    for r in readers:
+        alone = times[r.weight] == 1 and (r.bias is None or biases[r.bias] == 1)
+        yield r if alone else replace(r, folds=r.folds & (r.values == 0), module=None)
+
+
+def _spread(trace: Trace, found: Plan) -> None:
+    """From what stays to all that it reads. Whoever is not reached is not missed, in a circle or not."""
+    roots, live = found.roots, found.live
+    before = -1
+    while before != (before := int(live.sum())):
+        for reader in reversed(trace.readers):
+            live[roots[reader.columns[found.reads(reader)]]] = True
+        for needing, needed in trace.needs:
+            if found.stays(needing).any():
+                live[roots[needed]] = True
+
+
+def _round(trace: Trace, found: Plan, align: int) -> None:
+    """Let more units stay where layers need equal numbers, one channel at least, or multiples. These are not read:
+    what they hold does not matter, so that nothing else must stay for them."""
+    before = -1
+    while before != (before := int(found.live.sum())):
+        for vectors in trace.equal:
+            most = max(int(found.stays(v).sum()) for v in vectors)
+            for v in vectors:
+                _revive(found, v, most)
+        for labels in trace.slots.values():
+            stay = max(1, int(found.stays(labels).sum()))
+            _revive(found, labels, min(len(labels), math.ceil(stay / align) * align))
+
+
+def _revive(found: Plan, labels: Tensor, count: int) -> None:
+    missing = count - int(found.stays(labels).sum())
+    for unit in labels.tolist() if missing > 0 else ():
+        root = found.roots[unit]
+        if not found.live[root]:
+            found.live[root] = True
+            if int(found.stays(labels).sum()) >= count:
+                return

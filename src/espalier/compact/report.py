@@ -1,0 +1,337 @@
+"""What shrinking gained: parameters, bytes, FLOPs and latency, each layer and all together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+from espalier.compact.verify import Difference, call, cloned, settled
+from espalier.tables import table
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer or a model; `bytes` are those of parameters and buffers, `ms` is None where it was not measured."""
+
+    parameters: int = 0
+    bytes: int = 0
+    flops: int = 0
+    ms: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """A layer of the dense model, and what stands under its name in the shrunk one."""
+
+    name: str
+    dense: Sizes
+    small: Sizes
+
+    @property
+    def changed(self) -> bool:
+        a, b = self.dense, self.small
+        return (a.parameters, a.bytes, a.flops) != (b.parameters, b.bytes, b.flops)
+
+
+@dataclass(frozen=True)
+class LowRankRow:
+    """A layer that became two: its rank, and the bound on what that changed."""
+
+    name: str
+    rank: int
+    bound: float
+
+
+@dataclass(frozen=True)
+class GatherRow:
+    """A layer that selects its inputs: how many it is given and reads, and its latency without and with that."""
+
+    name: str
+    given: int
+    read: int
+    ms_before: float | None = None
+    ms_after: float | None = None
+
+
+@dataclass(frozen=True)
+class ShrinkReport:
+    """What shrinking did. Ratios are those of the shrunk model to the dense one; print it for tables.
+
+    Attributes:
+        dense, small: the whole models.
+        layers: by the names of the dense model; what replaces a layer is summed up under its name.
+        difference: of their outputs.
+        removed, kept: what went and what could not go, one line each.
+        low_rank, gathers: the layers that were replaced.
+    """
+
+    dense: Sizes
+    small: Sizes
+    layers: tuple[LayerSizes, ...]
+    difference: Difference | None = None
+    removed: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    low_rank: tuple[LowRankRow, ...] = ()
+    gathers: tuple[GatherRow, ...] = ()
+
+    @property
+    def parameters_ratio(self) -> float:
+        return _ratio(self.small.parameters, self.dense.parameters)
+
+    @property
+    def bytes_ratio(self) -> float:
+        return _ratio(self.small.bytes, self.dense.bytes)
+
+    @property
+    def flops_ratio(self) -> float:
+        return _ratio(self.small.flops, self.dense.flops)
+
+    @property
+    def latency_ratio(self) -> float | None:
+        """None where latency was not measured."""
+        if self.small.ms is None or self.dense.ms is None:
+            return None
+        return _ratio(self.small.ms, self.dense.ms)
+
+    def __str__(self) -> str:
+        latency = self.latency_ratio
+        total = [
+            ("parameters", f"{self.dense.parameters:,}", f"{self.small.parameters:,}", f"{self.parameters_ratio:.1%}"),
+            ("bytes", f"{self.dense.bytes:,}", f"{self.small.bytes:,}", f"{self.bytes_ratio:.1%}"),
+            ("FLOPs", f"{self.dense.flops:,}", f"{self.small.flops:,}", f"{self.flops_ratio:.1%}"),
+            ("ms", _ms(self.dense.ms), _ms(self.small.ms), "–" if latency is None else f"{latency:.1%}"),
+        ]
+        parts = [table(("model", "dense", "shrunk", "ratio"), total)]
+        rows = [
+            (
+                x.name or "(model)",
+                _change(x.dense.parameters, x.small.parameters),
+                _change(x.dense.bytes, x.small.bytes),
+                _change(x.dense.flops, x.small.flops),
+                f"{_ms(x.dense.ms)} → {_ms(x.small.ms)}",
+            )
+            for x in self.layers
+            if x.changed
+        ]
+        if rows:
+            parts.append(table(("layer", "parameters", "bytes", "FLOPs", "ms"), rows))
+        if self.low_rank:
+            parts.append(
+                table(("low rank", "rank", "bound"), [(x.name, x.rank, f"{x.bound:.1e}") for x in self.low_rank])
+            )
+        if self.gathers:
+            selected = [(x.name, x.given, x.read, _ms(x.ms_before), _ms(x.ms_after)) for x in self.gathers]
+            parts.append(table(("gather", "from", "to", "ms before", "ms after"), selected))
+        for head, lines in (("removed", self.removed), ("kept", self.kept)):
+            if lines:
+                parts.append("\n".join((f"{head}:", *(f"  {line}" for line in lines))))
+        if self.difference is not None:
+            parts.append(str(self.difference))
+        return "\n\n".join(parts)
+
+
+def _ratio(small: float, dense: float) -> float:
+    return small / dense if dense else 1.0
+
+
+def _ms(x: float | None) -> str:
+    return "–" if x is None else f"{x:.3g}"
+
+
+def _change(before: int, after: int) -> str:
+    return f"{before:,} → {after:,}"
+
+
+def measure(
+    dense: nn.Module,
+    small: nn.Module,
+    inputs: tuple[Any, ...],
+    difference: Difference | None = None,
+    kept: Sequence[str] = (),
+    low_rank: Sequence[LowRankRow] = (),
+    gathers: Sequence[GatherRow] = (),
+    latency: bool = True,
+    *,
+    removed: Sequence[str] = (),
+    seconds: float = 1.0,
+) -> ShrinkReport:
+    """Measure both models in eval mode on the example inputs, and report it with what the caller knows.
+
+    Latency takes about `seconds`; only one run each where the models are slower than that, and then none by layer.
+    """
+    names = _Names(dense)
+    with settled(dense, small):
+        stored = [_stored(m) for m in (dense, small)]
+        flops = [_flops(m, inputs) for m in (dense, small)]
+        total, ms = _latency((dense, small), inputs, seconds) if latency else ((None, None), ({}, {}))
+    by_layer = [
+        {key: names.summed(values) for key, values in (*stored[i].items(), ("flops", flops[i]), ("ms", ms[i]))}
+        for i in range(2)
+    ]
+
+    def sizes(i: int, name: str) -> Sizes:
+        found = by_layer[i]
+        parameters, size, count = (int(found[key].get(name, 0)) for key in ("parameters", "bytes", "flops"))
+        return Sizes(parameters, size, count, found["ms"].get(name))
+
+    def whole(i: int) -> Sizes:
+        parameters, size, count = (int(sum(x.values())) for x in (*stored[i].values(), flops[i]))
+        return Sizes(parameters, size, count, total[i])
+
+    rows = (LayerSizes(name, sizes(0, name), sizes(1, name)) for name in names.all)
+    layers = tuple(x for x in rows if any((x.dense.parameters, x.dense.bytes, x.dense.flops)) or x.changed)
+    return ShrinkReport(
+        whole(0),
+        whole(1),
+        layers,
+        difference,
+        tuple(removed),
+        tuple(kept),
+        tuple(low_rank),
+        tuple(gathers),
+    )
+
+
+class _Names:
+    """The layer of the dense model that a module of the shrunk one belongs to."""
+
+    def __init__(self, dense: nn.Module) -> None:
+        modules = dict(dense.named_modules())
+        self.all = dict.fromkeys(modules)
+        # attention reads the weights of its out_proj without calling it
+        self._layers = {
+            n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention) or next(m.children(), None) is None
+        }
+
+    def of(self, name: str) -> str:
+        parts = name.split(".")
+        above = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+        return next((n for n in above if n in self._layers), [n for n in above if n in self.all][-1])
+
+    def summed(self, values: Mapping[str, float]) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        for name, value in values.items():
+            sums[self.of(name)] += value
+        return dict(sums)
+
+
+def _stored(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Parameters and bytes of each module by itself; what is shared counts once, where it is met first."""
+    parameters: dict[str, float] = {}
+    size: dict[str, float] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        held = own + [b for b in module.buffers(recurse=False) if id(b) not in seen]
+        seen.update(map(id, held))
+        parameters[name] = sum(p.numel() for p in own)
+        size[name] = sum(t.numel() * t.element_size() for t in held)
+    return {"parameters": parameters, "bytes": size}
+
+
+@contextmanager
+def _attributed(model: nn.Module, clock: Callable[[], float]) -> Iterator[dict[str, float]]:
+    """By how much the clock goes on in each module by itself, its children left out."""
+    spent: dict[str, float] = defaultdict(float)
+    running: list[list[float]] = []  # start, and what children took, of each module that is in its forward
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append([clock(), 0.0])
+
+    def leave(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            start, inner = running.pop()
+            took = clock() - start
+            spent[name] += took - inner
+            if running:
+                running[-1][1] += took
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave(name)).remove)
+        yield spent
+
+
+def _recurrence(x: Sequence[int], *weights: Any, **_: Any) -> int:
+    """FLOPs of a fused recurrent layer from the shapes of its arguments: each step multiplies by each matrix."""
+    matrices = weights[:2] if isinstance(weights[0], torch.Size) else weights[0]  # oneDNN's layer, cuDNN's stack
+    weights_each_step: int = sum(math.prod(w) for w in matrices if len(w) == 2)
+    return 2 * math.prod(x[:-1]) * weights_each_step
+
+
+# FlopCounterMode has no formula for these
+_RECURRENCE = {torch.ops.aten.mkldnn_rnn_layer: _recurrence, torch.ops.aten._cudnn_rnn: _recurrence}
+
+
+def _flops(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, float]:
+    """FLOPs of each module by itself."""
+    # here, for it takes half a second to import
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        # FlopCounterMode sees no product of matrices in fused attention
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        counter = stack.enter_context(FlopCounterMode(display=False, custom_mapping=_RECURRENCE))
+        spent = stack.enter_context(_attributed(model, counter.get_total_flops))
+        call(model, cloned(inputs))
+    return spent
+
+
+Pair = tuple[float | None, float | None]
+
+
+def _latency(
+    models: tuple[nn.Module, nn.Module], inputs: tuple[Any, ...], seconds: float
+) -> tuple[Pair, tuple[dict[str, float], dict[str, float]]]:
+    """Milliseconds of both models, and of each of their modules by itself: medians of runs in turn."""
+    tensors = (t for t in (*models[0].parameters(), *tree_leaves(inputs)) if isinstance(t, Tensor))
+    device = next((t.device for t in tensors), torch.device("cpu"))
+
+    def clock() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() * 1e3
+
+    begun = clock()
+    given = [cloned(inputs) for _ in models]
+
+    def runs(share: float) -> Iterator[int]:
+        """In turn, and every other time in reverse; at least once each, at most 100 times."""
+        for turn in range(100):
+            yield from ((0, 1), (1, 0))[turn % 2]
+            if clock() - begun > share * seconds * 1e3:
+                return
+
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in runs(0.7):
+        start = clock()
+        call(models[i], given[i])
+        times[i].append(clock() - start)
+    # the first run warms up
+    total = [median(t[1:] or t) for t in times]
+    layers: tuple[dict[str, list[float]], dict[str, list[float]]] = (defaultdict(list), defaultdict(list))
+    if clock() - begun < 0.9 * seconds * 1e3:
+        for i in runs(1.0):
+            with _attributed(models[i], clock) as spent:
+                call(models[i], given[i])
+            for name, ms in spent.items():
+                layers[i][name].append(ms)
+    medians = [{name: median(ms[1:] or ms) for name, ms in found.items()} for found in layers]
+    return (total[0], total[1]), (medians[0], medians[1])

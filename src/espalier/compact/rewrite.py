@@ -1,0 +1,144 @@
+"""Make a model smaller by a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from espalier.compact.attention import HeadAttention
+from espalier.compact.layers import Gather
+from espalier.compact.plan import Plan
+from espalier.compact.trace import Reader, Split, Trace
+
+
+@dataclass
+class Kept:
+    """What stayed of each parameter: an index for every dimension that lost something."""
+
+    index: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)  # dense name: name in the smaller model
+    gone: set[str] = field(default_factory=set)  # parameters that have no counterpart
+
+    def narrow(self, name: str, dim: int, index: Tensor) -> None:
+        """A further selection from what stayed."""
+        dims = self.index.setdefault(name, {})
+        dims[dim] = dims[dim][index] if dim in dims else index
+
+
+def remove(model: nn.Module, trace: Trace, plan: Plan, kept: Kept) -> bool:
+    """Take the units that do not stay out of a model; whether there were any."""
+    removed = False
+    for reader in trace.readers:
+        fold(model, reader, ~plan.stays(reader.columns), trace)
+    for (name, dim), labels in trace.slots.items():
+        index = plan.index(labels)
+        if len(index) < len(labels):
+            removed = True
+            kept.narrow(name, dim, index)
+            _assign(model, name, get(model, name).index_select(dim, index.to(get(model, name).device)))
+    for name, labels in trace.gathers.items():
+        _select_anew(model.get_submodule(name), plan, labels, kept, name)
+    for split in trace.splits:
+        _fix_counts(model.get_submodule(split.module), split, plan)
+    for module in model.modules():
+        _fix_sizes(module)
+    for name, heads in trace.heads.items():
+        attention = model.get_submodule(name)
+        assert isinstance(attention, nn.MultiheadAttention)
+        if len(heads) < attention.num_heads:
+            kept.gone |= {f"{name}.{p}" for p, _ in attention.named_parameters()}
+            model.set_submodule(name, HeadAttention.from_dense(attention, heads))
+            removed = True
+    return removed
+
+
+def fold(model: nn.Module, reader: Reader, dropped: Tensor, trace: Trace | None = None) -> None:
+    """Add to a layer's bias what the constants among the dropped columns gave."""
+    columns = dropped & reader.folds & (reader.values != 0)
+    if not columns.any():
+        return
+    weight = get(model, reader.weight)
+    w = weight.detach().transpose(0, 1) if reader.transposed else weight.detach()
+    w = w.flatten(2).sum(2, dtype=torch.float64) if w.dim() > 2 else w.double()
+    columns = columns.to(w.device)
+    shift = w[:, columns] @ reader.values.to(w)[columns]
+    if reader.bias is not None:
+        bias = get(model, reader.bias)
+        with torch.no_grad():
+            bias.copy_(bias.double() + shift)
+        return
+    assert reader.module is not None
+    layer: Any = model.get_submodule(reader.module)
+    layer.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
+    if trace is not None:
+        trace.slots[f"{reader.module}.bias", 0] = reader.rows
+
+
+def get(model: nn.Module, name: str) -> Tensor:
+    module, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(module), leaf)
+    return found
+
+
+def _assign(model: nn.Module, name: str, value: Tensor) -> None:
+    """Wherever the model has this tensor."""
+    old = get(model, name)
+    if isinstance(old, nn.Parameter):
+        value = nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
+    for module in model.modules():
+        for leaf, x in [*module._parameters.items(), *module._buffers.items()]:
+            if x is old:
+                setattr(module, leaf, value)
+
+
+def _select_anew(gather: nn.Module, plan: Plan, labels: Tensor, kept: Kept, name: str) -> None:
+    """Its indices count what stayed of its input."""
+    assert isinstance(gather, Gather)
+    stays = plan.stays(labels)
+    index = gather.index.cpu()
+    index = (stays.cumsum(0) - 1)[index[stays[index]]]
+    gather.index = index.to(gather.index.device)
+
+
+def _fix_counts(module: nn.Module, split: Split, plan: Plan) -> None:
+    """Attributes such as num_heads by which a module's code reshapes."""
+    stay = int(plan.stays(split.labels).sum())
+    for k, v in vars(module).items():
+        if isinstance(v, int) and not isinstance(v, bool) and "head" in k:
+            if v == split.count and "size" not in k and "dim" not in k:
+                setattr(module, k, stay)
+            elif v == split.count * split.length:
+                setattr(module, k, stay * split.length)
+
+
+def _fix_sizes(module: nn.Module) -> None:
+    """Attributes that repeat the shape of a parameter."""
+    layer: Any = module
+    if isinstance(module, nn.Linear):
+        layer.out_features, layer.in_features = module.weight.shape
+    elif isinstance(module, _ConvTransposeNd):
+        layer.in_channels, layer.out_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
+    elif isinstance(module, _ConvNd):
+        outputs, inputs = module.weight.shape[:2]
+        if module.groups > 1:
+            layer.groups = module.groups * outputs // module.out_channels
+        layer.out_channels, layer.in_channels = outputs, inputs * module.groups
+    elif isinstance(module, _NormBase):
+        sized = next((x for x in (module.weight, module.running_mean) if x is not None), None)
+        if sized is not None:
+            layer.num_features = len(sized)
+    elif isinstance(module, nn.GroupNorm | nn.PReLU | nn.Embedding):
+        if isinstance(module, nn.Embedding):
+            layer.embedding_dim = module.weight.shape[1]
+        elif isinstance(module, nn.PReLU):
+            layer.num_parameters = len(module.weight)
+    elif isinstance(module, nn.RNNBase):
+        layer.input_size, layer.hidden_size = layer.weight_ih_l0.shape[1], layer.weight_hh_l0.shape[1]
+        module.flatten_parameters()
+    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers: a Linear, columns first
+        layer.nx, layer.nf = layer.weight.shape

@@ -1,0 +1,253 @@
+"""Run a model once and see which channels of which tensors are which units.
+
+Every tensor has a label: a tensor of units in its shape, mostly expanded from one dimension. Where an operation only
+moves data, the same operation on the label says where the channels went; where it works entry by entry, the labels of
+its operands are joined; where it is not known, all that it reads must stay. A mask of the same kind says which entries
+are the same number for every input of the model; the number is in the tensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from espalier.compact.units import RIGID, Units
+
+
+@dataclass(frozen=True)
+class Tag:
+    """Which unit each entry of a tensor belongs to, and whether it is a constant; both in the tensor's shape."""
+
+    label: Tensor
+    constant: Tensor
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A matrix product: its rows are channels that it makes, its columns those that it reads."""
+
+    weight: str
+    bias: str | None
+    rows: Tensor  # units
+    columns: Tensor
+    nonzero: Tensor  # rows × columns
+    folds: Tensor  # columns that are constants which its bias can take up
+    values: Tensor  # of these
+    transposed: bool = False  # its weight has columns first
+    module: str | None = None  # the Linear or convolution that the weight belongs to, if nothing else reads it
+    input_shape: tuple[int, ...] = ()
+    dim: int = -1  # of its input, that the columns read
+
+
+@dataclass(frozen=True)
+class Split:
+    """A dimension of channels cut in two by a reshape: `count` blocks of `length`, which go as a whole."""
+
+    module: str
+    count: int
+    length: int
+    labels: Tensor
+
+
+@dataclass
+class Trace:
+    """What one run has shown."""
+
+    units: Units = field(default_factory=Units)
+    slots: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # (parameter, dimension): its units
+    readers: list[Reader] = field(default_factory=list)
+    needs: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # while one of the first lives, so do the second
+    equal: list[list[Tensor]] = field(default_factory=list)  # as many must stay of each
+    splits: list[Split] = field(default_factory=list)
+    gathers: dict[str, Tensor] = field(default_factory=dict)  # the labels of what a Gather selects from
+    heads: dict[str, list[int]] = field(default_factory=dict)  # of attention modules: those that are read
+    risky: list[Tensor] = field(default_factory=list)  # units that go through sizes which may be written in the code
+    kept: dict[str, str] = field(default_factory=dict)  # where channels had to stay, and why
+
+
+class Tracer(TorchFunctionMode):
+    """Runs a model and fills a Trace."""
+
+    def __init__(self, model: nn.Module, ignore: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.trace = model, Trace()
+        self._ignore = set(ignore)
+        self._tags: Any = WeakIdKeyDictionary()
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self._names: dict[int, str] = {}
+        for name, x in tensors:
+            self._names.setdefault(id(x), name)
+        self._owners: dict[str, set[str]] = {}  # modules that a parameter belongs to
+        for name, x in tensors:
+            self._owners.setdefault(self._names[id(x)], set()).add(name.rpartition(".")[0])
+        self._stack: list[str] = []
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def run(self, args: Sequence[Any]) -> Trace:
+        """The model's outputs must not change: all that reaches them stays."""
+        from espalier.compact.modules import MODULE_RULES
+
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                stack.enter_context(_inside(module, self._stack, name))
+                rule = next((rule for kinds, rule in MODULE_RULES if isinstance(module, kinds)), None)
+                if name in self._ignore or rule is not None:
+                    stack.enter_context(_replaced(module, self._as_one(name, module, rule)))
+            stack.enter_context(self)
+            stack.enter_context(torch.no_grad())
+            out = self.model(*args)
+        for x in tensors_in(out):
+            self.trace.units.pin(self.label(x))
+        return self.trace
+
+    def _as_one(self, name: str, module: nn.Module, rule: Any) -> Callable[..., Any]:
+        """A module's forward with a rule of its own, or with none."""
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if rule is not None and name not in self._ignore:
+                return rule(self, name, module, forward, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                out = forward(*args, **kwargs)
+                self.leave(name, module, [args, kwargs], "left alone, as asked")
+            return out
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from espalier.compact import rules
+
+        return rules.apply(self, func, args, kwargs or {})
+
+    @property
+    def place(self) -> str:
+        """The module whose code is being run."""
+        return self._stack[-1] if self._stack else ""
+
+    # ------------------------------------------------------------------------------------------------ tags
+
+    def tag(self, x: Tensor) -> Tag:
+        found: Tag | None = self._tags.get(x)
+        if found is None or found.label.shape != x.shape:
+            label = torch.zeros((), dtype=torch.int64).expand(x.shape)
+            return Tag(label, torch.zeros((), dtype=torch.bool).expand(x.shape))
+        # what was pinned since is rigid
+        short = shortest(found.label)
+        rooted = self.trace.units.rooted(short)
+        return found if rooted is short else Tag(rooted.expand(x.shape), found.constant)
+
+    def label(self, x: Tensor) -> Tensor:
+        return self.tag(x).label
+
+    def set(self, x: Any, label: Tensor, constant: Tensor | None = None) -> None:
+        if constant is None:
+            constant = torch.zeros((), dtype=torch.bool).expand(label.shape)
+        self._tags[x] = Tag(label.expand(x.shape), constant.expand(x.shape))
+
+    def tracked(self, x: Any) -> bool:
+        """Whether any channel of x may go."""
+        return isinstance(x, Tensor) and x in self._tags and bool((shortest(self.label(x)) != RIGID).any())
+
+    def name(self, x: Any) -> str | None:
+        """The parameter or buffer that x is."""
+        return self._names.get(id(x)) if isinstance(x, Tensor) else None
+
+    def owner(self, name: str) -> tuple[str, nn.Module] | None:
+        """The module whose own code is now reading its own parameter."""
+        module, *more = (*self._owners[name],)
+        parent = self.model.get_submodule(module.rpartition(".")[0])
+        # these look at their layers' weights, too
+        seen = isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        return None if more or seen or module != self.place else (module, self.model.get_submodule(module))
+
+    def pin(self, values: Any, why: str) -> None:
+        """All channels of these tensors must stay."""
+        pinned = [x for x in tensors_in(values) if self.tracked(x)]
+        for x in pinned:
+            self.trace.units.pin(shortest(self.label(x)))
+        if pinned:
+            self.trace.kept.setdefault(self.place, why)
+
+    def leave(self, name: str, module: nn.Module, given: Any, why: str) -> None:
+        """A module stays as it is, and so do the channels that it is given."""
+        self.pin(given, why)
+        for p, _ in [*module.named_parameters(), *module.named_buffers()]:
+            self.refuse(f"{name}.{p}")
+
+    def refuse(self, name: str) -> None:
+        """A parameter is used in a way that is not understood."""
+        for dim in range(self.parameter(name).dim()):
+            self.slot(name, dim, torch.tensor([RIGID]).expand(self.parameter(name).shape[dim]))
+
+    def parameter(self, name: str) -> Tensor:
+        module, _, leaf = name.rpartition(".")
+        found: Tensor = getattr(self.model.get_submodule(module), leaf)
+        return found
+
+    def slot(self, name: str, dim: int, label: Tensor | None = None) -> Tensor:
+        """The units of a parameter along one of its dimensions, joined with those given; new where there are none."""
+        slots, units = self.trace.slots, self.trace.units
+        found = slots.get((name, dim))
+        if found is None:
+            found = slots[name, dim] = units.new(self.parameter(name).shape[dim]) if label is None else label.clone()
+        elif label is not None:
+            units.join(found, label)
+        return found
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def varies(label: Tensor) -> list[int]:
+    """The dimensions along which it does."""
+    return [
+        d
+        for d, (n, stride) in enumerate(zip(label.shape, label.stride(), strict=True))
+        if n > 1 and stride != 0 and bool((label != label.narrow(d, 0, 1)).any())
+    ]
+
+
+def shortest(label: Tensor) -> Tensor:
+    """One entry along each dimension in which it does not vary."""
+    keep = varies(label)
+    for d in range(label.dim()):
+        if d not in keep and label.shape[d] > 1:
+            label = label.narrow(d, 0, 1)
+    return label
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+
+
+@contextmanager
+def _inside(module: nn.Module, stack: list[str], name: str) -> Iterator[None]:
+    """Keep the name of the module that runs on the stack."""
+
+    def enter(*_: Any) -> None:
+        stack.append(name)
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    hooks = [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

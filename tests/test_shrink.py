@@ -1,0 +1,625 @@
+"""shrink(): smaller models that compute the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import espalier
+import zoo
+from espalier.app.models.vgg import VGG19
+from espalier.compact.attention import HeadAttention
+from espalier.compact.layers import Gather, LowRank
+
+QUICK = {"latency": False, "gather": "never"}
+
+
+def structured(
+    case: zoo.ModelCase, rate: float, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    model = case.build()
+    zoo.randomise(model, 0)
+    zoo.zero_inputs(model, rate, 1, case.blocks)
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in case.inputs(3))
+    return model.to(dtype).eval(), inputs
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def error(dense: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> float:
+    """Relative to the largest output, on other inputs than shrink() saw."""
+    torch.manual_seed(7)
+    fresh = tuple(torch.randn_like(x) if x.is_floating_point() else x.flip(-1) for x in inputs)
+    with torch.no_grad():
+        a, b = zoo.logits(dense.eval(), fresh), zoo.logits(small.eval(), fresh)
+    return float((a - b).abs().max() / a.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("case", zoo.ZOO, ids=lambda case: case.name)
+def test_outputs_are_the_same_and_twice_changes_nothing(case: zoo.ModelCase, rate: float, dtype: torch.dtype) -> None:
+    model, inputs = structured(case, rate, dtype)
+    before = copy.deepcopy(model.state_dict())
+    gather = "always" if rate == 0.6 else "never"
+    small = espalier.shrink(model, inputs, latency=False, gather=gather, low_rank=False).model
+    assert error(model, small, inputs) <= (1e-5 if dtype == torch.float32 else 1e-10)
+    assert count(small) < count(model)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items()), "the given model was changed"
+    again = espalier.shrink(small, inputs, latency=False, gather=gather, low_rank=False).model
+    assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in small.state_dict().items()}
+    assert all(torch.equal(v, small.state_dict()[k]) for k, v in again.state_dict().items())
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.86])
+def test_vgg_loses_all_that_the_graph_allows(rate: float) -> None:
+    torch.manual_seed(0)
+    model = VGG19(0.5).eval()
+    zoo.randomise(model, 0)
+    zoo.zero_inputs(model, rate, 3)
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    weights = [*(m.weight.detach().flatten(2) for m in layers), model.classifier.weight.detach().unsqueeze(2)]
+    # a channel stays when the next layer reads it
+    read = [(w != 0).any(2).any(0) for w in weights]
+    read[0][:] = True
+    allowed = 0
+    for i, w in enumerate(weights):
+        rows = int(read[i + 1].sum()) if i + 1 < len(weights) else len(w)
+        allowed += rows * (int(read[i].sum()) * w.shape[2] + 1)  # and its bias
+        allowed += 2 * rows if i + 1 < len(weights) else 0  # batch norm
+    found = count(espalier.shrink(model, torch.randn(2, 3, 32, 32), **QUICK, low_rank=False).model)
+    assert abs(found - allowed) <= 0.01 * allowed
+
+
+class Chain(nn.Module):
+    """A producer, something between, and a reader; on images or on vectors."""
+
+    def __init__(
+        self, between: Callable[[Tensor], Tensor], width: int = 8, images: bool = True, out: int | None = None
+    ) -> None:
+        super().__init__()
+        read = out or width
+        self.a: nn.Module = nn.Conv2d(3, width, 3, padding=1) if images else nn.Linear(5, width)
+        self.b: nn.Module = nn.Conv2d(read, 4, 1) if images else nn.Linear(read, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.between(self.a(x)))
+        return y
+
+
+PERM = torch.tensor([3, 1, 0, 2, 7, 5, 4, 6])
+# what lies between a layer and its reader, which does not read channels 1 and 5
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "softmax over channels": lambda x: F.softmax(x, 1),
+    "softmax over pixels": lambda x: F.softmax(x.flatten(2), 2).view_as(x),
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "minus the mean of channels": lambda x: x - x.mean(1, keepdim=True),
+    "minus the mean of pixels": lambda x: x - x.mean((2, 3), keepdim=True),
+    "gate of pixels": lambda x: x * torch.sigmoid(x.sum(1, keepdim=True)),
+    "squeeze and excite": lambda x: x * torch.sigmoid(x.mean((2, 3), keepdim=True)),
+    "largest channel": lambda x: x - x.amax(1, keepdim=True),
+    "cumsum": lambda x: x.cumsum(1),
+    "functional layer norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "local response": lambda x: F.local_response_norm(x, 3),
+    "permuted": lambda x: x[:, PERM],
+    "index_select": lambda x: x.index_select(1, PERM),
+    "flip": lambda x: x.flip(1),
+    "roll": lambda x: x.roll(2, 1),
+    "shuffle": lambda x: x.view(x.shape[0], 2, -1, *x.shape[2:]).transpose(1, 2).flatten(1, 2),
+    "hard-coded view": lambda x: x.view(x.shape[0], 8, -1).view(x.shape),
+    "hard-coded heads": lambda x: x.view(x.shape[0], 2, 4, -1).tanh().view(x.shape),
+    "computed view": lambda x: x.reshape(x.shape[0], x.shape[1], -1).relu().view(x.shape),
+    "halves": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "slices": lambda x: torch.cat([x[:, 4:], x[:, :4]], 1),
+    "twice": lambda x: torch.cat([x, -x], 1)[:, : x.shape[1]],
+    "einsum": lambda x: torch.einsum("bchw,bdhw->bdhw", x, x),
+    "matmul": lambda x: (x.flatten(2) @ x.flatten(2).transpose(1, 2) @ x.flatten(2)).view_as(x),
+    "detached": lambda x: x.detach() + x,
+    "where": lambda x: torch.where(x > 0, x, 0.1 * x),
+    "in place": lambda x: x.add_(1).mul_(2).relu_(),
+    "interpolated": lambda x: F.interpolate(x, scale_factor=2),
+    "padded": lambda x: F.pad(x, (1, 1, 2, 0)),
+    "padded channels": lambda x: F.pad(x, (0, 0, 0, 0, 1, 1))[:, 1:-1],
+    "pooled": lambda x: F.avg_pool2d(F.max_pool2d(x, 2, 1, 1), 3, 1, 1),
+    "clamped": lambda x: x.clamp(-1, 1) ** 2,
+    "sorted": lambda x: x.sort(1).values,
+    "max": lambda x: x.max(1, keepdim=True).values + x,
+    "argmax": lambda x: x + x.argmax(1, keepdim=True),
+    "repeated": lambda x: x.repeat(1, 1, 2, 1),
+    "stacked": lambda x: torch.stack([x, x.relu()]).sum(0),
+    "data-dependent": lambda x: x.relu() if bool(x.sum() > 0) else x.tanh(),
+    "glu": lambda x: F.glu(torch.cat([x, x], 1), 1),
+    "out of place sum": lambda x: sum([x, x.relu(), 1.0], torch.zeros(())),
+    "half and back": lambda x: x.double().relu().to(x.dtype),
+}
+REMOVABLE = {
+    "relu", "softmax over pixels", "minus the mean of pixels", "squeeze and excite", "computed view", "detached",
+    "in place", "interpolated", "padded", "pooled", "clamped", "repeated", "half and back",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_whatever_lies_between_is_understood_or_left_alone(name: str) -> None:
+    torch.manual_seed(0)
+    model = Chain(BETWEEN[name]).eval()
+    with torch.no_grad():
+        model.b.weight[:, [1, 5]] = 0
+    inputs = (torch.randn(2, 3, 6, 6),)
+    small = espalier.shrink(model, inputs, **QUICK, low_rank=False).model
+    assert error(model, small, inputs) < 1e-5
+    if name in REMOVABLE:
+        assert small.a.weight.shape[0] == 6
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_graphs(seed: int) -> None:
+    """Hundreds of small networks of all kinds of layers: no output changes."""
+    torch.manual_seed(seed)
+    model = RandomNet(seed).double().eval()
+    zoo.randomise(model, seed)
+    zoo.zero_inputs(model, (0.3, 0.6, 0.9)[seed % 3], seed)
+    inputs = (torch.randn(2, 3, 8, 8, dtype=torch.float64),)
+    gather = "always" if seed % 4 > 1 else "never"
+    options = {"low_rank": seed % 2 == 0, "gather": gather, "align": 1 + seed % 2}
+    small = espalier.shrink(model, inputs, latency=False, **options).model
+    assert error(model, small, inputs) <= (1e-5 if seed % 2 == 0 else 1e-10)
+
+
+class RandomNet(nn.Module):
+    """A random graph: each node takes one or two earlier ones."""
+
+    def __init__(self, seed: int, nodes: int = 9) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+
+        def pick(n: int) -> int:
+            return int(torch.randint(n, (), generator=draw))
+
+        self.plan: list[tuple[str, int, int]] = []
+        self.layers = nn.ModuleList()
+        widths = [3]
+        for _ in range(nodes):
+            i, j = pick(len(widths)), pick(len(widths))
+            kinds = ["conv", "conv", "norm", "relu", "cat", "pool", "depthwise", "valid", "gate", "sigmoid"]
+            kind = kinds[pick(len(kinds))]
+            same = [k for k, w in enumerate(widths) if w == widths[i]]
+            if len(same) > 1 and pick(2):
+                kind, j = "add", same[pick(len(same))]
+            layer: nn.Module = nn.Identity()
+            width = widths[i]
+            if kind in ("conv", "valid"):
+                width = (4, 6, 8)[pick(3)]
+                layer = nn.Conv2d(
+                    widths[i], width, 3 if kind == "conv" else 1, padding=int(kind == "conv"), bias=bool(pick(2))
+                )
+            elif kind == "norm":
+                layer = nn.BatchNorm2d(width)
+            elif kind == "depthwise":
+                layer = nn.Conv2d(width, width, 3, padding=1, groups=width)
+            elif kind == "cat":
+                width += widths[j]
+            self.plan.append((kind, i, j))
+            self.layers.append(layer)
+            widths.append(width)
+        self.head = nn.Linear(widths[-1], 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x]
+        for (kind, i, j), layer in zip(self.plan, self.layers, strict=True):
+            a, b = values[i], values[j]
+            if kind == "add":
+                a = a + b
+            elif kind == "cat":
+                a = torch.cat([a, b], 1)
+            elif kind == "relu":
+                a = F.relu(a)
+            elif kind == "sigmoid":
+                a = torch.sigmoid(a)
+            elif kind == "pool":
+                a = F.avg_pool2d(a, 3, 1, 1)
+            elif kind == "gate":
+                a = a * torch.sigmoid(a.mean((2, 3), keepdim=True))
+            else:
+                a = layer(a)
+            values.append(a)
+        out: Tensor = self.head(values[-1].mean((2, 3)))
+        return out
+
+
+# ---------------------------------------------------------------------------------------------------- constants
+
+
+@pytest.mark.parametrize(("padding", "folded"), [(0, True), (1, False)])
+def test_constants_go_into_the_bias_where_that_is_exact(padding: int, folded: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=padding, bias=False)
+    ).eval()
+    zoo.randomise(model, 0)
+    with torch.no_grad():
+        model[0].weight[2] = 0  # its channel is what batch norm makes of zero
+        model[1].bias[2] = 5
+    inputs = (torch.randn(2, 3, 8, 8),)
+    small = espalier.shrink(model, inputs, **QUICK, low_rank=False).model
+    assert error(model, small, inputs) < 1e-5
+    assert small[0].weight.shape[0] == (5 if folded else 6)
+    assert (small[3].bias is not None) == folded
+
+
+def test_half_precision_takes_up_no_constants() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).to(torch.bfloat16)
+    with torch.no_grad():
+        model[0].weight[1:3] = 0
+        model[0].bias[1] = 0
+    small = espalier.shrink(model, torch.randn(3, 4, dtype=torch.bfloat16), **QUICK, low_rank=False).model
+    assert small[0].weight.shape[0] == 5, "the channel that is zero goes, the constant one stays"
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+def test_align_keeps_multiples() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "vgg19"), 0.6)
+    small = espalier.shrink(model, inputs, **QUICK, align=8, low_rank=False).model
+    assert error(model, small, inputs) < 1e-5
+    for dense, layer in zip(model.modules(), small.modules(), strict=True):
+        if isinstance(layer, nn.Conv2d):
+            assert layer.out_channels % 8 == 0 or layer.out_channels == dense.out_channels
+
+
+def test_gather_reads_only_what_it_needs() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "resnet50"), 0.6)
+    plain, gathered = (
+        espalier.shrink(model, inputs, latency=False, low_rank=False, gather=g) for g in ("never", "always")
+    )
+    assert count(gathered.model) < 0.9 * count(plain.model)
+    assert any(isinstance(m, Gather) for m in gathered.model.modules())
+    assert len(gathered.report.gathers) == sum(isinstance(m, Gather) for m in gathered.model.modules())
+    auto = espalier.shrink(model, inputs, latency=False, low_rank=False)
+    assert all(row.ms_after is not None and row.ms_after < row.ms_before for row in auto.report.gathers)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 10, 20])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_low_rank_never_makes_it_bigger(kind: str, rank: int) -> None:
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(30, 20) if kind == "linear" else nn.Conv2d(6, 20, 3, padding=1)
+    matrix = torch.randn(20, rank) @ torch.randn(rank, layer.weight[0].numel())
+    with torch.no_grad():
+        layer.weight.copy_(matrix.view_as(layer.weight))
+    model = nn.Sequential(layer, nn.ReLU())
+    inputs = (torch.randn(3, 30) if kind == "linear" else torch.randn(2, 6, 5, 5),)
+    found = espalier.shrink(model, inputs, **QUICK)
+    m, n = 20, matrix.shape[1]
+    pays = rank * (m + n) < m * n
+    assert isinstance(found.model[0], LowRank) == pays
+    assert count(found.model) == (rank * (m + n) + m if pays else count(model))
+    assert error(model, found.model, inputs) < 1e-5
+    assert not pays or (found.report.low_rank[0].rank == rank and found.report.low_rank[0].bound < 1e-3)
+
+
+def test_heads_that_nothing_reads() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    with torch.no_grad():
+        model.self_attn.out_proj.weight[:, 8:24] = 0
+    inputs = (torch.randn(2, 5, 32),)
+    found = espalier.shrink(model, inputs, **QUICK, low_rank=False)
+    assert isinstance(found.model.self_attn, HeadAttention)
+    assert found.model.self_attn.num_heads == 2
+    assert error(model, found.model, inputs) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_heads_of_transformers(name: str) -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == name), 0.1)
+    out = next(m for n, m in model.named_modules() if n.endswith(("attention.output.dense", "attention.o_proj")))
+    with torch.no_grad():
+        out.weight[:, 8:24] = 0  # two of four heads
+    small = espalier.shrink(model, inputs, **QUICK, low_rank=False).model
+    assert error(model, small, inputs) < 1e-5
+    assert (
+        next(
+            m for n, m in small.named_modules() if n.endswith(("attention.output.dense", "attention.o_proj"))
+        ).in_features
+        == 16
+    )
+
+
+def test_inplace() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "lenet"), 0.6)
+    dense = copy.deepcopy(model)
+    found = espalier.shrink(model, inputs, **QUICK, inplace=True)
+    assert found.model is model
+    assert count(model) < count(dense)
+    assert error(dense, model, inputs) < 1e-5
+
+
+def test_report_says_what_was_gained() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "lenet"), 0.6)
+    report = espalier.shrink(model, inputs).report
+    assert report.small.parameters < report.dense.parameters
+    assert report.parameters_ratio == report.small.parameters / report.dense.parameters
+    assert 0 < report.flops_ratio < 1
+    assert report.latency_ratio is not None
+    text = str(report)
+    assert "conv2" in text
+    assert "fc1" in text
+
+
+# ---------------------------------------------------------------------------------------------------- unusual models
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(F.relu(self.again(F.relu(self.again(F.relu(self.first(x)))))))
+        return y
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.out = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(torch.tanh(self.mix(self.embed(x))))
+        return y
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)
+        self.scale = nn.Parameter(torch.randn(8, 1, 1))
+        self.register_buffer("shift", torch.randn(1, 8, 1, 1))
+        self.map = nn.Parameter(torch.randn(1, 8, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x) * self.scale + self.shift + self.map)
+        return y
+
+
+class Computed(nn.Module):
+    """Its weight is made when it is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 2)
+        self.mask = nn.Parameter(torch.ones(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.a(x), self.b.weight * self.mask, self.b.bias)
+
+
+class Elsewhere(nn.Module):
+    """A weight that is also read past its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x)) + self.a.weight.sum()
+        return y
+
+
+UNUSUAL: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "shared": (Shared, (torch.randn(3, 5),)),
+    "tied": (Tied, (torch.arange(11).reshape(1, -1),)),
+    "bare": (Bare, (torch.randn(2, 3, 6, 6),)),
+    "computed": (Computed, (torch.randn(3, 5),)),
+    "elsewhere": (Elsewhere, (torch.randn(3, 5),)),
+    "weight norm": (lambda: nn.Sequential(nn.Linear(5, 8), weight_norm(nn.Linear(8, 2))), (torch.randn(3, 5),)),
+    "scalar output": (lambda: nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 1), nn.Flatten(0)), (torch.randn(3, 5),)),
+    "prelu": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.PReLU(8), nn.Conv2d(8, 2, 1)), (torch.randn(2, 3, 4, 4),)),
+    "conv1d": (
+        lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.Conv1d(8, 2, 1)),
+        (torch.randn(2, 3, 9),),
+    ),
+    "instance norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.InstanceNorm2d(8, affine=True), nn.Conv2d(8, 2, 1)),
+        (torch.randn(2, 3, 4, 4),),
+    ),
+    "all dead": (lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.randn(3, 5),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_models(name: str) -> None:
+    torch.manual_seed(0)
+    build, inputs = UNUSUAL[name]
+    model = build().eval()
+    with torch.no_grad():
+        for layer in model.modules():
+            if (
+                isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+                and layer.weight.shape[1] == 8
+                and not hasattr(layer, "parametrizations")
+            ):
+                layer.weight[:, [1, 4]] = 0
+                if name == "all dead":
+                    layer.weight.zero_()
+    small = espalier.shrink(model, inputs, **QUICK, low_rank=False).model
+    with torch.no_grad():
+        torch.testing.assert_close(small(*inputs), model(*inputs), rtol=1e-5, atol=1e-6)
+    if name in ("shared", "tied", "bare", "prelu", "conv1d", "instance norm", "all dead"):
+        assert count(small) < count(model)
+    if name == "tied":
+        assert small.out.weight is small.embed.weight
+
+
+def test_mode_hooks_and_frozen_parameters_survive() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "vgg19"), 0.6)
+    model.train()
+    model.features[1].eval()
+    model.features[0].weight.requires_grad_(False)
+    seen: list[int] = []
+    model.classifier.register_forward_hook(lambda *_: seen.append(1))
+    small = espalier.shrink(model, inputs, **QUICK, low_rank=False).model
+    assert (small.training, small.features[1].training, model.training) == (True, False, True)
+    assert not small.features[0].weight.requires_grad
+    seen.clear()
+    small.eval()(*inputs)
+    assert seen == [1]
+
+
+def test_keyword_inputs() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "bert"), 0.6)
+    call = {"input_ids": inputs[0], "attention_mask": torch.ones_like(inputs[0])}
+    small = espalier.shrink(model, call, **QUICK, low_rank=False).model
+    assert count(small) < count(model)
+
+
+def test_compiled_model_runs() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "resnet18"), 0.6)
+    small = espalier.shrink(model, inputs, latency=False, gather="always").model
+    compiled = torch.compile(small, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def _fails(x: Tensor) -> Tensor:
+    raise RuntimeError("no such thing")
+
+
+BAD: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception], str]] = {
+    "not a model": (lambda: "model", torch.ones(1), {}, TypeError, "torch.nn.Module"),
+    "compiled": (lambda: torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(1, 2), {}, TypeError, "compile"),
+    "wrapped": (lambda: nn.DataParallel(nn.Linear(2, 2)), torch.ones(1, 2), {}, TypeError, "model.module"),
+    "gather": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"gather": "some"}, ValueError, "auto"),
+    "align": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"align": 0}, ValueError, "align"),
+    "rank_tol": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"rank_tol": 2.0}, ValueError, "rank_tol"),
+    "ignore": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"ignore": ["layer9"]}, ValueError, "layer9"),
+    "device": (lambda: nn.Linear(2, 2), torch.ones(1, 2, device="meta"), {}, ValueError, "meta"),
+    "untraceable": (lambda: Chain(_fails, images=False), torch.ones(1, 5), {}, RuntimeError, "no such thing"),
+    "wrong shape": (lambda: nn.Linear(2, 2), torch.ones(1, 3), {}, RuntimeError, "shapes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name: str) -> None:
+    build, inputs, options, kind, words = BAD[name]
+    with pytest.raises(kind, match=words):
+        espalier.shrink(build(), inputs, **options)
+
+
+def test_ignored_modules_stay() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "lenet"), 0.6)
+    small = espalier.shrink(model, inputs, **QUICK, low_rank=False, ignore=["fc2"]).model
+    assert small.fc2.weight.shape == model.fc2.weight.shape
+    assert small.fc1.weight.shape[0] == model.fc1.weight.shape[0]
+    assert small.conv2.weight.shape[1] < model.conv2.weight.shape[1]
+    assert error(model, small, inputs) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "RAMDA": lambda groups: espalier.RAMDA(groups, lr=1e-2),
+    "RMDA": lambda groups: espalier.RMDA(groups, lr=1e-1),
+    "ProxSGD": lambda groups: espalier.ProxSGD(groups, lr=1e-2),
+    "ProxGen": lambda groups: espalier.ProxGen(groups, lr=1e-3),
+    "AdamW": lambda groups: torch.optim.AdamW([p for g in groups for p in g["params"]], lr=1e-3),
+    "SGD": lambda groups: torch.optim.SGD([p for g in groups for p in g["params"]], lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_on_the_dense_model(name: str) -> None:
+    """... where what was removed is held at zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3)).double()
+    optimizer = OPTIMIZERS[name](espalier.regularize(model, espalier.GroupLasso(1e-3)))
+    x, y = torch.randn(64, 10).double(), torch.randint(3, (64,))
+    masks: dict[Tensor, Tensor] = {}
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = _loss(model, x, y)
+            loss.backward()
+            for p, mask in masks.items():
+                p.grad *= mask
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    train(model, optimizer, 10)
+    # structure that RAMDA and its kin would find, given time: in weights and state alike
+    with torch.no_grad():
+        for layer, columns in ((model[2], slice(0, 20)), (model[4], slice(5, 20))):
+            layer.weight[:, columns] = 0
+            for v in optimizer.state[layer.weight].values():
+                if v.shape == layer.weight.shape:
+                    v[:, columns] = 0
+    found = espalier.shrink(model, x[:2], **QUICK, low_rank=False)
+    assert count(found.model) < 0.5 * count(model)
+    small = found.optimizer(optimizer)
+    assert type(small) is type(optimizer)
+    # the dense model with what was removed at zero, and held there
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            masks[p] = torch.zeros_like(p)
+            index = found.kept.index.get(key, {})
+            at = torch.meshgrid(*(index.get(d, torch.arange(n)) for d, n in enumerate(p.shape)), indexing="ij")
+            masks[p][at] = 1
+            for t in (p, *(v for v in optimizer.state[p].values() if v.shape == p.shape)):
+                t *= masks[p]
+    dense = train(model, optimizer, 20)
+    masks.clear()
+    assert torch.allclose(torch.tensor(train(found.model, small, 20)), torch.tensor(dense), rtol=1e-9, atol=1e-12)
+    small.load_state_dict(small.state_dict())
+
+
+def test_optimizer_of_another_model_is_refused() -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "mlp"), 0.6)
+    found = espalier.shrink(model, inputs, **QUICK)
+    with pytest.raises(ValueError, match="not the dense model's"):
+        found.optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("method", [espalier.RAMDA, espalier.RMDA, espalier.ProxGen])
+def test_trained_structure(method: Any) -> None:
+    """From training to a small model, as a user would."""
+    torch.manual_seed(0)
+    model = zoo.LeNet()
+    optimizer = method(
+        espalier.regularize(model, espalier.GroupLasso(3e-2)), lr=0.05 if method is espalier.RMDA else 1e-2
+    )
+    x, y = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+    for _ in range(60):
+        optimizer.zero_grad()
+        _loss(model, x, y).backward()
+        optimizer.step()
+    with optimizer.structured():
+        assert espalier.structure(optimizer).group_sparsity > 0.1
+        small = espalier.shrink(model, x[:4], **QUICK).model
+        assert count(small) < 0.9 * count(model)
+        assert error(model, small, (x[:4],)) < 1e-5
