@@ -6,12 +6,15 @@
 Input groups are set to zero at random until the paper's share of the weights is zero: 86 % for VGG19 on CIFAR-10, 82 %
 for ResNet50. "even": each layer has that share; "late": it grows with depth as (1 + 3 depth)/4 of the last one's, so
 that the first layers, whose images are large, keep more. Latency is that of the dense model and of the shrunk one, run
-in turns in this process, in float32 and eval mode. shrink() itself compares the outputs, and raises where they differ.
+in turns in this process, in float32 and eval mode; on a GPU also replayed as CUDA graphs, without the host's time for
+each layer. shrink() itself compares the outputs, and raises where they differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +58,53 @@ def structured(network: str, profile: str, device: str) -> tuple[nn.Module, floa
     return model.to(device), zero / sum(w.numel() for w in weights)
 
 
+def graphs(dense: nn.Module, small: nn.Module, x: Tensor) -> dict[str, float]:
+    """Latency of both as CUDA graphs."""
+    replays = []
+    with torch.no_grad():
+        for model in (dense, small):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    model(x)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                model(x)
+            replays.append(graph)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(50):
+        for graph, taken in zip(replays, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end))
+    before, after = map(statistics.median, times)
+    return {"dense graph ms": before, "shrunk graph ms": after, "times faster as graphs": before / after}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", help="1 and 64, or 256 on a GPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row's latency")
-    parser.add_argument("--align", type=int, default=1)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--gather", nargs="+", default=["never", "auto", "always"], help="for ResNet50")
+    parser.add_argument("--align", type=int, nargs="+", default=[1], help="multiples to keep channels at")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for network, gathers in (("vgg19", ("never",)), ("resnet50", ("never", "auto", "always"))):
+    for network in args.networks:
         for profile in ("even", "late"):
             for batch in args.batches or (1, 256 if args.device == "cuda" else 64):
                 model, zero = structured(network, profile, args.device)
                 x = torch.randn(batch, 3, 32, 32, device=args.device)
-                for gather in gathers:
-                    found = espalier.shrink(model, x, gather=gather, align=args.align, latency=False)
+                gathers = args.gather if network == "resnet50" else ["never"]
+                for gather, align in itertools.product(gathers, args.align):
+                    found = espalier.shrink(model, x, gather=gather, align=align, latency=False)
                     timed = measure(model, found.model, (x,), seconds=args.seconds)
                     rows.append(
                         {
@@ -78,6 +112,7 @@ def main() -> None:
                             "zeros": profile,
                             "batch": batch,
                             "gather": gather,
+                            "align": align,
                             "gathered layers": len(found.report.gathers),
                             "zero weights": zero,
                             "parameters": timed.parameters_ratio,
@@ -85,6 +120,7 @@ def main() -> None:
                             "dense ms": timed.dense.ms,
                             "shrunk ms": timed.small.ms,
                             "times faster": timed.dense.ms / timed.small.ms,
+                            **(graphs(model, found.model, x) if args.device == "cuda" else {}),
                             "difference": found.report.difference.largest,
                         }
                     )

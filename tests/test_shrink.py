@@ -601,7 +601,7 @@ def test_training_goes_on_as_on_the_dense_model(name: str) -> None:
 def test_optimizer_of_another_model_is_refused() -> None:
     model, inputs = structured(next(c for c in zoo.ZOO if c.name == "mlp"), 0.6)
     found = espalier.shrink(model, inputs, **QUICK)
-    with pytest.raises(ValueError, match="not the dense model's"):
+    with pytest.raises(ValueError, match="another model"):
         found.optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
 

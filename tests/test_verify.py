@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from espalier.compact.attention import HeadAttention
-from espalier.compact.report import ShrinkReport, Sizes, measure
+from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, Sizes, measure
 from espalier.compact.verify import ShrinkError, check, difference, outputs, random_like
 
 
@@ -294,8 +294,8 @@ def test_a_report_prints_what_changed():
         x,
         difference(dense, copy.deepcopy(dense), [x]),
         ["norm: BatchNorm1d needs all 16 channels"],
-        [("head", 2, 1e-7)],
-        [("tied", 16, 9, 0.25, None)],
+        [LowRankRow("head", 2, 1e-7)],
+        [GatherRow("tied", 16, 9, 0.25, None)],
         latency=False,
         removed=["head: 24 weights"],
     )

@@ -1,12 +1,8 @@
 """Espalier trains networks that come out exactly structured. This is the whole public API."""
 
+import typing
+
 from espalier._version import __version__ as __version__
-from espalier.compact import ShrinkError as ShrinkError
-from espalier.compact import Shrunk as Shrunk
-from espalier.compact import export as export
-from espalier.compact import load as load
-from espalier.compact import save as save
-from espalier.compact import shrink as shrink
 from espalier.groupings import Element as Element
 from espalier.groupings import Grouping as Grouping
 from espalier.groupings import Heads as Heads
@@ -40,3 +36,25 @@ from espalier.solvers import ProximalGradient as ProximalGradient
 from espalier.solvers import Solver as Solver
 from espalier.solvers import Tolerance as Tolerance
 from espalier.subproblem import Subproblem as Subproblem
+
+_COMPACT = ("ShrinkError", "Shrunk", "export", "load", "save", "shrink")
+if typing.TYPE_CHECKING:
+    from espalier.compact import ShrinkError as ShrinkError
+    from espalier.compact import Shrunk as Shrunk
+    from espalier.compact import export as export
+    from espalier.compact import load as load
+    from espalier.compact import save as save
+    from espalier.compact import shrink as shrink
+
+
+def __getattr__(name: str) -> object:
+    # these load when they are first asked for
+    if name in _COMPACT:
+        from espalier import compact
+
+        return getattr(compact, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_COMPACT]

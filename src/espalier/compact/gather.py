@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from espalier.compact.layers import Gather
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
-from espalier.compact.rewrite import Kept, _fix_sizes, fold
+from espalier.compact.rewrite import Kept, fix_sizes, fold, hooked
 from espalier.compact.trace import Reader, Trace
 
 # what a selection must gain to be worth another layer
@@ -34,12 +34,14 @@ def gather_inputs(
             continue
         index = read.nonzero().flatten()
         layer: Any = model.get_submodule(reader.module)
+        if hooked(layer):
+            continue
         smaller = copy.deepcopy(layer)
         _take_up(smaller, reader, plan, here, read)
         dim = 0 if reader.transposed else 1
         weight = nn.Parameter(layer.weight.detach().index_select(dim, index.to(layer.weight.device)))
         smaller.weight = weight.requires_grad_(layer.weight.requires_grad)
-        _fix_sizes(smaller)
+        fix_sizes(smaller)
         parent = model.get_submodule(reader.module.rpartition(".")[0])
         inside = isinstance(parent, Gather) and reader.module.endswith(".layer")
         made = Gather(smaller, reader.dim, index.to(layer.weight.device))
@@ -50,7 +52,7 @@ def gather_inputs(
                 continue
             shape = list(reader.input_shape)
             shape[reader.dim] = len(here)
-            before, after = _milliseconds(layer, made, torch.randn(shape).to(layer.weight))
+            before, after = _milliseconds(layer, made, torch.zeros(shape).to(layer.weight))
             if after > _GAIN * before:
                 layer._gathered = len(here), len(index)
                 continue

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from espalier.compact.attention import HeadAttention
 from espalier.compact.layers import Gather
-from espalier.compact.rules import _columns, _constants, _give
+from espalier.compact.rules import columns_of, constants_of, give
 from espalier.compact.trace import Reader, Tracer
 
 Forward: TypeAlias = Callable[..., Any]
@@ -22,7 +23,7 @@ def _recurrent(
     with torch._C.DisableTorchFunction():
         out = forward(*args, **kwargs)
         x, hx = args[0], (args[1] if len(args) > 1 else kwargs.get("hx"))
-        columns = _columns(tracer, x, -1) if isinstance(x, Tensor) else None
+        columns = columns_of(tracer, x, -1) if isinstance(x, Tensor) else None
         if columns is None or module.proj_size or hx is not None:
             why = (
                 "packed input" if not isinstance(x, Tensor) else "a projection" if module.proj_size else "a given state"
@@ -35,7 +36,7 @@ def _recurrent(
 
 def _units(tracer: Tracer, name: str, module: nn.RNNBase, x: Tensor, columns: Tensor, out: Any) -> None:
     """A unit's gates go with it; it is read by all units of its layer, and by the next one."""
-    constant, values = _constants(tracer, x, -1)
+    constant, values = constants_of(tracer, x, -1)
     directions = ["", "_reverse"] if module.bidirectional else [""]
     size, layers = module.hidden_size, []
     for layer in range(module.num_layers):
@@ -64,7 +65,7 @@ def _units(tracer: Tracer, name: str, module: nn.RNNBase, x: Tensor, columns: Te
     tracer.trace.equal.append([u for units in layers for u in units])
     output, states = out
     never = torch.zeros(len(columns), dtype=torch.bool)
-    _give(tracer, output, -1, columns, never)
+    give(tracer, output, -1, columns, never)
     each = torch.stack([u for units in layers for u in units])
     for state in states if isinstance(states, tuple) else (states,):
         tracer.set(state, each.unsqueeze(1) if state.dim() == 3 else each)
@@ -83,8 +84,12 @@ def _attention(
         tracer.leave(name, module, [args, kwargs], "attention keeps its width")
         width = module.out_proj.weight.shape[1] // module.num_heads
         read = (module.out_proj.weight != 0).any(0).reshape(-1, width).any(1)
+        # weights that the model gives or uses are means over all heads
+        unit = tracer.trace.units.new(1)
+        if out[1] is not None:
+            tracer.set(out[1], unit.reshape([1] * out[1].dim()))
         if module.bias_k is None and module.bias_v is None and not module.add_zero_attn:
-            tracer.trace.heads[name] = read.nonzero().flatten().tolist() or [0]
+            tracer.trace.heads[name] = read.nonzero().flatten().tolist() or [0], unit
     return out
 
 
@@ -93,7 +98,7 @@ def _gather(
 ) -> Any:
     (x,) = args
     with torch._C.DisableTorchFunction():
-        columns = _columns(tracer, x, module.dim)
+        columns = columns_of(tracer, x, module.dim)
         if columns is None:
             tracer.pin([x], "channels in another dimension than it selects")
             columns = tracer.label(x).flatten()[:0]
@@ -104,8 +109,8 @@ def _gather(
     return module.layer(selected)
 
 
-MODULE_RULES: tuple[tuple[Any, ModuleRule], ...] = (
-    (nn.RNNBase, _recurrent),
-    (nn.MultiheadAttention, _attention),
-    (Gather, _gather),
+MODULE_RULES: tuple[tuple[tuple[type, ...], ModuleRule], ...] = (
+    ((nn.LSTM, nn.GRU, nn.RNN), _recurrent),
+    ((nn.MultiheadAttention, HeadAttention), _attention),
+    ((Gather,), _gather),
 )

@@ -22,37 +22,49 @@ def carried_over(optimizer: Optimizer, model: nn.Module, kept: Kept, dense: dict
     names: dict[int, str] = {}
     for name, p in dense.items():
         names.setdefault(id(p), name)
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
-        raise ValueError(f"the optimizer has parameters that are not the dense model's, of shapes {shapes}.")
+    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("none of the optimizer's parameters is the dense model's: it is of another model.")
     groups: list[Group] = []
     pairs: list[tuple[Tensor, Tensor, dict[int, Tensor]]] = []
+    fresh = _fresh(model, kept, dense)
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         made: dict[Any, Group] = {}
+
+        def put(p: Tensor, own: Group, made: dict[Any, Group] = made) -> None:
+            made.setdefault(own.get("penalty"), {**own, "params": []})["params"].append(p)
+
         for p in group["params"]:
-            name = names[id(p)]
-            if name in kept.gone:
-                continue
-            small = get(model, kept.renamed.get(name, name))
-            pairs.append((p, small, kept.index.get(name, {})))
-            own = options | _penalty_of_dense(group, p, small)
-            into = made.setdefault(own.get("penalty"), {**own, "params": []})
-            into["params"].append(small)
+            own = names.get(id(p))
+            # what is not the model's stays as it is
+            small = p if own is None else get(model, kept.renamed.get(own, own)) if own not in kept.gone else None
+            if small is not None:
+                pairs.append((p, small, kept.index.get(own or "", {})))
+                put(small, options | _penalty_of_dense(group, p, small))
+            for q in fresh.pop(own.rpartition(".")[0], []) if own else ():
+                put(q, options | ({"penalty": None, "grouping": None} if "penalty" in options else {}))
         groups += made.values()
-    known = {id(p) for _, p, _ in pairs}
-    given = {id(p) for p in dense.values() for g in optimizer.param_groups for q in g["params"] if p is q}
-    fresh = [p for n, p in model.named_parameters() if id(p) not in known and n not in dense]
-    if fresh and given:
-        first = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-        groups.append({**first, **({"penalty": None, "grouping": None} if "penalty" in first else {}), "params": fresh})
     accepted = inspect.signature(type(optimizer)).parameters
     new: Optimizer = type(optimizer)(groups, **{k: v for k, v in optimizer.defaults.items() if k in accepted})
     for old, now, index in pairs:
         if state := optimizer.state.get(old):
-            new.state[now] = {k: _sliced(v, old, index) for k, v in state.items() if k != "radius"}
+            new.state[now] = {k: _sliced(k, v, old, index) for k, v in state.items() if k != "radius"}
     return new
+
+
+def _fresh(model: nn.Module, kept: Kept, dense: dict[str, nn.Parameter]) -> dict[str, list[Tensor]]:
+    """Parameters that the dense model has not, by the dense module that they came from: a bias that takes up constants,
+    factors, attention with fewer heads. They train if that module did."""
+    modules = {name.rpartition(".")[0] for name in dense}
+    taken = {kept.renamed.get(name, name) for name in dense} - kept.gone
+    found: dict[str, list[Tensor]] = {}
+    for name, p in model.named_parameters():
+        if name not in taken:
+            module = name.rpartition(".")[0]
+            while module not in modules:
+                module = module.rpartition(".")[0]
+            found.setdefault(module, []).append(p)
+    return found
 
 
 def _penalty_of_dense(group: Group, p: Tensor, small: Tensor) -> Group:
@@ -65,10 +77,13 @@ def _penalty_of_dense(group: Group, p: Tensor, small: Tensor) -> Group:
     return {} if group_weight(None, after) == weight else {"penalty": dataclasses.replace(penalty, weight=weight)}
 
 
-def _sliced(value: Any, p: Tensor, index: dict[int, Tensor]) -> Any:
+def _sliced(key: str, value: Any, p: Tensor, index: dict[int, Tensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape != p.shape:
+        if value.numel() > 1 and index:
+            raise ValueError(f"the optimizer's {key!r}, of shape {tuple(value.shape)}, is not one number a weight: "
+                             "it cannot be cut to what is left.")  # fmt: skip
         return value.clone()
     for dim, kept in index.items():
         value = value.index_select(dim, kept.to(value.device))

@@ -33,16 +33,17 @@ class Plan:
         return (reader.nonzero[self.stays(reader.rows)] & ~reader.folds).any(0)
 
 
-def plan(trace: Trace, align: int, careful: bool) -> Plan:
+def plan(trace: Trace, align: int, care: int) -> Plan:
     """A unit stays when the model's output depends on it, or where a layer needs the number.
 
-    careful: units that go through sizes which may be written in the model's code stay, too.
+    care: 1 keeps units that go through sizes which may be written in the model's code, 2 keeps all.
     """
-    for units in trace.risky if careful else ():
+    for units in trace.risky if care else ():
         trace.units.pin(units)
     roots = trace.units.roots()
     live = torch.zeros(len(roots), dtype=torch.bool)
     live[RIGID] = True
+    live |= care == 2
     found = Plan(roots, live)
     _spread(trace, found)
     _round(trace, found, align)

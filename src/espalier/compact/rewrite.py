@@ -42,15 +42,15 @@ def remove(model: nn.Module, trace: Trace, plan: Plan, kept: Kept) -> bool:
             kept.narrow(name, dim, index)
             _assign(model, name, get(model, name).index_select(dim, index.to(get(model, name).device)))
     for name, labels in trace.gathers.items():
-        _select_anew(model.get_submodule(name), plan, labels, kept, name)
+        _select_anew(model.get_submodule(name), plan, labels)
     for split in trace.splits:
         _fix_counts(model.get_submodule(split.module), split, plan)
     for module in model.modules():
-        _fix_sizes(module)
-    for name, heads in trace.heads.items():
+        fix_sizes(module)
+    for name, (heads, unit) in trace.heads.items():
         attention = model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
-        if len(heads) < attention.num_heads:
+        if len(heads) < attention.num_heads and not plan.stays(unit).any() and not hooked(attention):
             kept.gone |= {f"{name}.{p}" for p, _ in attention.named_parameters()}
             model.set_submodule(name, HeadAttention.from_dense(attention, heads))
             removed = True
@@ -79,6 +79,11 @@ def fold(model: nn.Module, reader: Reader, dropped: Tensor, trace: Trace | None 
         trace.slots[f"{reader.module}.bias", 0] = reader.rows
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks, which one in its place would not have."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 def get(model: nn.Module, name: str) -> Tensor:
     module, _, leaf = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(module), leaf)
@@ -96,7 +101,7 @@ def _assign(model: nn.Module, name: str, value: Tensor) -> None:
                 setattr(module, leaf, value)
 
 
-def _select_anew(gather: nn.Module, plan: Plan, labels: Tensor, kept: Kept, name: str) -> None:
+def _select_anew(gather: nn.Module, plan: Plan, labels: Tensor) -> None:
     """Its indices count what stayed of its input."""
     assert isinstance(gather, Gather)
     stays = plan.stays(labels)
@@ -116,7 +121,7 @@ def _fix_counts(module: nn.Module, split: Split, plan: Plan) -> None:
                 setattr(module, k, stay * split.length)
 
 
-def _fix_sizes(module: nn.Module) -> None:
+def fix_sizes(module: nn.Module) -> None:
     """Attributes that repeat the shape of a parameter."""
     layer: Any = module
     if isinstance(module, nn.Linear):
@@ -132,11 +137,10 @@ def _fix_sizes(module: nn.Module) -> None:
         sized = next((x for x in (module.weight, module.running_mean) if x is not None), None)
         if sized is not None:
             layer.num_features = len(sized)
-    elif isinstance(module, nn.GroupNorm | nn.PReLU | nn.Embedding):
-        if isinstance(module, nn.Embedding):
-            layer.embedding_dim = module.weight.shape[1]
-        elif isinstance(module, nn.PReLU):
-            layer.num_parameters = len(module.weight)
+    elif isinstance(module, nn.Embedding):
+        layer.embedding_dim = module.weight.shape[1]
+    elif isinstance(module, nn.PReLU):
+        layer.num_parameters = len(module.weight)
     elif isinstance(module, nn.RNNBase):
         layer.input_size, layer.hidden_size = layer.weight_ih_l0.shape[1], layer.weight_hh_l0.shape[1]
         module.flatten_parameters()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
 
-from espalier.compact.trace import Reader, Split, Tracer, shortest, tensors_in, varies
+from espalier.compact.trace import Reader, Split, Tag, Tracer, shortest, tensors_in, varies
 
 Arguments: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[Tracer, str, Arguments, Any], None]
@@ -29,10 +30,22 @@ _POINTWISE = _names("""
     add sub subtract mul multiply div divide true_divide rsub maximum minimum where lerp addcmul addcdiv
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
     __pow__ __rpow__ __neg__
-    to type float double half bfloat16 cuda cpu contiguous clone detach data alias positive
+    positive
 """)
+_CASTS = _names("to type type_as float double half bfloat16 cuda cpu contiguous clone detach data alias")
 # operands that are zero wherever one of them is
 _PRODUCTS = _names("mul multiply __mul__ __rmul__ __imul__")
+_QUOTIENTS = _names("div divide true_divide __truediv__ __itruediv__")
+_ARITHMETIC = (
+    *_PRODUCTS,
+    *_QUOTIENTS,
+    *_names("""
+    add sub subtract rsub pow lerp addcmul addcdiv clamp clamp_min clamp_max clip where
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __rtruediv__ __pow__ __rpow__
+"""),
+)
+# change their first operand, beside those whose names end in _
+_WRITES = _names("__setitem__ __iadd__ __isub__ __imul__ __itruediv__")
 _RESHAPES = _names("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as")
 _MOVES = _names("""
     permute transpose swapaxes swapdims movedim moveaxis t T mT adjoint expand expand_as broadcast_to repeat
@@ -62,24 +75,40 @@ def apply(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         name = func.__self__.__name__
     out = func(*args, **kwargs)
     if name not in _LOOKS:
-        _note(tracer, name if name in RULES else name.rstrip("_"), func, args, kwargs, out)
+        known = name if name in RULES else name.rstrip("_")
+        _note(tracer, known, args, kwargs, out)
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+            tracer.written(args[0] if args else out, known in RULES)
     return out
 
 
-def _note(tracer: Tracer, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    rule = RULES.get(name)
+def _note(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     given = [x for x in tensors_in([args, kwargs]) if tracer.tracked(x) or tracer.name(x)]
     if not given:
         return
-    if rule is not None:
-        names = _ARGUMENTS.get(rule)
-        by_name = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs if names else None
-        rule(tracer, name, by_name or {"args": args, "kwargs": kwargs}, out)
-        return
-    tracer.pin([args, kwargs], f"{name} needs all of its channels")
-    for x in given:
-        if found := tracer.name(x):
+    rule = RULES.get(name)
+    tracer.slotted.clear()
+    try:
+        if rule is None or "out" in kwargs:
+            raise NotImplementedError
+        rule(tracer, name, _by_name(rule, args, kwargs), out)
+    except (NotImplementedError, LookupError, TypeError, ValueError, RuntimeError):
+        tracer.pin([args, kwargs], f"{name} is not understood, and keeps all channels")
+    # a parameter that a rule did not give channels to is used in a way of its own
+    for found in {tracer.name(x) for x in given} - tracer.slotted:
+        if found:
             tracer.refuse(found)
+
+
+def _by_name(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments as the rule wants them."""
+    if names := _ARGUMENTS.get(rule):
+        return dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs
+    kwargs = {{"axis": "dim", "keepdims": "keepdim"}.get(k, k): v for k, v in kwargs.items()}
+    for first in ("input", "self", "tensors", "tensor"):
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
+    return {"args": args, "kwargs": kwargs}
 
 
 # ---------------------------------------------------------------------------------------------------- entry by entry
@@ -87,26 +116,24 @@ def _note(tracer: Tracer, name: str, func: Any, args: tuple[Any, ...], kwargs: d
 
 def _pointwise(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     operands = list(tensors_in([a["args"], a["kwargs"]]))
-    if not isinstance(out, Tensor) or (name == "where" and not isinstance(a["args"][-1], Tensor)):
-        tracer.pin(operands, f"{name} needs all of its channels")
-        return
+    if not isinstance(out, Tensor):
+        raise NotImplementedError
     tags = [tracer.tag(x) for x in operands]
     moving = [(x, t, varies(t.label)) for x, t in zip(operands, tags, strict=True) if tracer.tracked(x)]
     leading = next((m for m in moving if m[2]), moving[0] if moving else None)
     if leading is None:
-        _refuse(tracer, operands)
         return
     first, tag, dims = leading
     # from the right, as broadcasting has it
     dims = [d - first.dim() for d in dims]
-    result = _broadcast(tag.label, out)
+    result = tag.label.expand(out.shape)
     for x, t in zip(operands, tags, strict=True):
         full = [d for d in dims if x.dim() >= -d and x.shape[d] > 1]
         own = [d - x.dim() for d in varies(t.label)]
         if x is first:
             continue
         if own == dims:
-            tracer.trace.units.join(shortest(_broadcast(t.label, out)), shortest(result))
+            tracer.trace.units.join(shortest(t.label.expand(out.shape)), shortest(result))
         elif own:
             tracer.pin([first, x], f"{name} joins channels of different dimensions")
         elif tracer.tracked(x):  # one channel for all
@@ -118,60 +145,45 @@ def _pointwise(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
             tracer.slot(known, x.dim() + dims[0], shortest(tag.label).reshape(-1))
         elif full:
             tracer.pin([first], f"{name} with a tensor whose channels are not known")
-            _refuse(tracer, [x])
-    constants = [
-        _broadcast(t.constant if tracer.tracked(x) else _fixed(tracer, x), out)
-        for x, t in zip(operands, tags, strict=True)
-    ]
-    constant = (
-        torch.stack([shortest(c).expand(out.shape) if c.dim() else c for c in constants]).all(0)
-        if out.dim()
-        else constants[0]
-    )
-    if name in _PRODUCTS and out.dim():
-        zero = [
-            shortest(c) & (_front(x.expand(out.shape), shortest(c)) == 0)
-            for x, c in zip(operands, constants, strict=True)
-            if x.dim()
-        ]
-        for z in zero:
-            constant = constant | z.expand(out.shape)
+    constants = [_along_label(_fixed(tracer, x, t), result) for x, t in zip(operands, tags, strict=True)]
+    zero = [c & (_along_label(x, result) == 0).cpu() for x, c in zip(operands, constants, strict=True)]
+    # a number may depend on the sizes of the example inputs: only zero times any number is known
+    numbers = name in _ARITHMETIC and any(isinstance(v, float | int) for v in [*a["args"], *a["kwargs"].values()])
+    constant = torch.stack(zero if numbers else constants).all(0) & (not numbers or name in (*_PRODUCTS, *_QUOTIENTS))
+    if name in _PRODUCTS:
+        constant = constant | torch.stack(zero).any(0)
     tracer.set(out, result, _checked(constant, out, result))
 
 
-def _fixed(tracer: Tracer, x: Tensor) -> Tensor:
-    """Parameters and numbers are constants; they count as such only where they do not differ between positions."""
-    return torch.full((), tracer.name(x) is not None or x.dim() == 0).expand(x.shape)
+def _cast(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
+    tag = tracer.tag(a["args"][0])
+    tracer.set(out, tag.label, tag.constant)
 
 
-def _front(x: Tensor, like: Tensor) -> Tensor:
-    """The first entries of x, as many as `like` has."""
-    for d, n in enumerate(like.shape):
-        x = x.narrow(d, 0, n)
+def _fixed(tracer: Tracer, x: Tensor, tag: Tag) -> Tensor:
+    """Which entries of an operand are the same for every input; parameters and buffers are."""
+    return torch.ones((), dtype=torch.bool).expand(x.shape) if tracer.name(x) else tag.constant
+
+
+def _along_label(x: Tensor, label: Tensor) -> Tensor:
+    """One entry of x for each of the label's channels."""
+    keep = varies(label)
+    x = x.expand(label.shape)
+    for d in range(x.dim()):
+        if d not in keep:
+            x = x.narrow(d, 0, min(1, x.shape[d]))
     return x
 
 
-def _broadcast(x: Tensor, out: Tensor) -> Tensor:
-    return x.expand(out.shape)
-
-
 def _checked(constant: Tensor, out: Tensor, label: Tensor) -> Tensor:
-    """Only what does not differ between the positions of a channel: borders and parameters may make it."""
-    keep = varies(label)
-    rest = [d for d in range(out.dim()) if d not in keep]
-    short = constant
-    for d in rest:
-        short = short.narrow(d, 0, 1)
-    if not rest or not bool(short.any()) or not out.is_floating_point():
-        return short & out.is_floating_point() & bool(rest)
-    same = (out.amin(rest, keepdim=True) == out.amax(rest, keepdim=True)).cpu()
-    return short & same & constant.to(torch.int8).amin(rest, keepdim=True).bool()
-
-
-def _refuse(tracer: Tracer, operands: Sequence[Tensor]) -> None:
-    for x in operands:
-        if known := tracer.name(x):
-            tracer.refuse(known)
+    """Of the constants, those that do not differ between the positions of a channel: parameters may make them."""
+    rest = [d for d in range(out.dim()) if d not in varies(label)]
+    constant = _along_label(constant, label)
+    if not rest or not out.numel() or not out.is_floating_point():
+        return constant & False
+    if not bool(constant.any()):
+        return constant
+    return constant & (out.amin(rest, keepdim=True) == out.amax(rest, keepdim=True)).cpu()
 
 
 # ---------------------------------------------------------------------------------------------------- moving data
@@ -180,9 +192,7 @@ def _refuse(tracer: Tracer, operands: Sequence[Tensor]) -> None:
 def _reshape(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x = a["args"][0]
     if not isinstance(out, Tensor) or out.numel() != x.numel() or out.dtype != x.dtype or tracer.name(x):
-        tracer.pin([x], f"{name} needs all of its channels")
-        _refuse(tracer, [x])
-        return
+        raise NotImplementedError
     tag = tracer.tag(x)
     label = tag.label.reshape(out.shape)
     dims = varies(label)
@@ -191,45 +201,51 @@ def _reshape(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
         blocks = shortest(label).movedim(dims[0], 0).flatten(1)
         tracer.trace.units.join(blocks, blocks[:, :1].expand_as(blocks))
         tracer.trace.splits.append(Split(tracer.place, blocks.shape[0], blocks.shape[1], blocks[:, 0]))
-    sizes = [n for n in torch.utils._pytree.tree_leaves(a["args"][1:]) if isinstance(n, int)]
-    written = name in ("view", "reshape", "unflatten") and any(out.shape[d] in sizes for d in dims[:1])
-    if written:
-        tracer.trace.risky.append(shortest(label).reshape(-1))
+    _by_sizes(tracer, a, out, label)
     tracer.set(out, label, tag.constant.reshape(out.shape))
+
+
+def _by_sizes(tracer: Tracer, a: Arguments, out: Tensor, label: Tensor) -> None:
+    """Sizes that are given for channels may be written in the code."""
+    sizes = [n for n in tree_leaves([a["args"][1:], a["kwargs"]]) if isinstance(n, int)]
+    if any(out.shape[d] in sizes for d in varies(label)[:1]):
+        tracer.trace.risky.append(shortest(label).reshape(-1))
 
 
 def _move(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x, *rest = a["args"]
     if tracer.name(x):
-        _refuse(tracer, [x])
-        return
+        raise NotImplementedError
     tag = tracer.tag(x)
     method = getattr(Tensor, name)
 
     def moved(t: Tensor) -> Tensor:
         return cast(Tensor, method.__get__(t) if name in ("T", "mT") else method(t, *rest, **a["kwargs"]))
 
-    tracer.set(out, moved(tag.label), moved(tag.constant))
+    label = moved(tag.label)
+    if name in ("expand", "broadcast_to"):
+        _by_sizes(tracer, a, out, label)
+    tracer.set(out, label, moved(tag.constant))
 
 
 def _join(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
-    xs, *rest = a["args"] or (a["kwargs"]["tensors"],)
-    _refuse(tracer, xs)
-    more = {k: v for k, v in a["kwargs"].items() if k == "dim"}
+    xs, *rest = a["args"]
+    dim = (rest[0] if rest else a["kwargs"].get("dim", 0)) % out.dim()
     tags = [tracer.tag(x) for x in xs if x.shape != (0,)]
-    func = torch.stack if name == "stack" else torch.cat
-    label = func([t.label for t in tags], *rest, **more)
-    dim = (rest[0] if rest else more.get("dim", 0)) % out.dim()
+    if name == "stack":
+        tags = [Tag(t.label.unsqueeze(dim), t.constant.unsqueeze(dim)) for t in tags]
+    if any(len(varies(t.label)) > 1 and dim in varies(t.label) for t in tags):
+        raise NotImplementedError
     # along other dimensions than the one that is joined the operands' channels are the same
-    for d in varies(label):
-        if d != dim and name != "stack" and len(tags) > 1:
-            first = tags[0].label.narrow(dim, 0, 1)
-            for t in tags[1:]:
-                tracer.trace.units.join(
-                    shortest(first.expand_as(t.label.narrow(dim, 0, 1))),
-                    shortest(first) * 0 + _front(t.label, shortest(first)),
-                )
-    tracer.set(out, label, func([t.constant for t in tags], *rest, **more))
+    fronts = [t.label.narrow(dim, 0, 1) for t in tags]
+    for front in fronts[1:] if any(dim not in varies(t.label) and varies(t.label) for t in tags) else ():
+        tracer.trace.units.join(fronts[0], front)
+    if any(dim in varies(t.label) for t in tags) and any(set(varies(t.label)) - {dim} for t in tags):
+        tracer.pin(xs, f"{name} joins channels of different dimensions")
+    label, constant = torch.cat([t.label for t in tags], dim), torch.cat([t.constant for t in tags], dim)
+    if dim not in varies(label):
+        constant = _checked(constant.amin(dim, keepdim=True).expand(out.shape), out, label)
+    tracer.set(out, label, constant)
 
 
 def _chunk(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
@@ -237,13 +253,13 @@ def _chunk(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     tag = tracer.tag(x)
     labels = tag.label.chunk(*rest, **a["kwargs"])
     constants = tag.constant.chunk(*rest, **a["kwargs"])
-    for y, label, constant in zip(out, labels, constants, strict=True):
-        tracer.set(y, label, constant)
     dim = (rest[1] if len(rest) > 1 else a["kwargs"].get("dim", 0)) % x.dim()
     if dim in varies(tag.label):
-        if len({y.shape for y in out}) > 1:
-            tracer.pin([x], "chunk into unequal parts")
+        if tracer.name(x) or len({y.shape for y in out}) > 1:
+            raise NotImplementedError
         tracer.trace.equal.append([shortest(label).reshape(-1) for label in labels])
+    for y, label, constant in zip(out, labels, constants, strict=True):
+        tracer.set(y, label, constant)
 
 
 def _cut(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
@@ -252,9 +268,7 @@ def _cut(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     dim = a["kwargs"].get("dim", rest[position] if len(rest) > position else 0)
     tag = tracer.tag(x)
     if tracer.name(x) or dim % x.dim() in varies(tag.label):
-        tracer.pin([x], f"{name} of channels, by numbers in the code")
-        _refuse(tracer, [x])
-        return
+        raise NotImplementedError
     method = getattr(Tensor, name)
     labels, constants = (method(t, *rest, **a["kwargs"]) for t in (tag.label, tag.constant))
     pieces = [(out, labels, constants)] if isinstance(out, Tensor) else zip(out, labels, constants, strict=True)
@@ -268,16 +282,13 @@ def _item(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     tag = tracer.tag(x)
     plain = all(i is None or i is Ellipsis or (isinstance(i, int | slice) and not isinstance(i, bool)) for i in index)
     if tracer.name(x) or not plain:
-        tracer.pin([x], "an index whose kind is not known")
-        _refuse(tracer, [x])
-        return
+        raise NotImplementedError
     # which dimensions are left whole
     given = [i for i in index if i is not None and i is not Ellipsis]
     ahead = index.index(Ellipsis) - index[: index.index(Ellipsis)].count(None) if Ellipsis in index else len(given)
     each = [*given[:ahead], *[slice(None)] * (x.dim() - len(given)), *given[ahead:]]
     if any(each[d] != slice(None) for d in varies(tag.label)):
-        tracer.pin([x], "channels chosen by numbers in the code")
-        return
+        raise NotImplementedError
     tracer.set(out, tag.label[index], tag.constant[index])
 
 
@@ -285,11 +296,18 @@ def _pad(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     x, widths = a["input"], list(a["pad"])
     tag = tracer.tag(x)
     padded = [x.dim() - 1 - i // 2 for i, n in enumerate(widths) if n]
-    if set(padded) & set(varies(tag.label)):
-        tracer.pin([x], "pad adds channels")
-        return
-    label, constant = (_front(t, shortest(tag.label)) for t in (tag.label, tag.constant))
-    tracer.set(out, label, _checked(constant.expand(out.shape), out, label.expand(out.shape)))
+    if tracer.name(x) or set(padded) & set(varies(tag.label)):
+        raise NotImplementedError
+    # what is put around must be the constant itself, whatever the sizes
+    same = (_along_label(x, tag.label) == (a["value"] or 0.0)).cpu() | ((a["mode"] or "constant") != "constant")
+    _per_channel(tracer, tag, out, same)
+
+
+def _per_channel(tracer: Tracer, tag: Tag, out: Tensor, still: Tensor | bool = True) -> None:
+    """Something that works on each channel by itself, and leaves these constants alone."""
+    label, constant = (_along_label(t, tag.label) for t in (tag.label, tag.constant))
+    label = label.expand(out.shape)
+    tracer.set(out, label, _checked(constant & still, out, label))
 
 
 # ---------------------------------------------------------------------------------------------------- along dimensions
@@ -303,13 +321,10 @@ def _reduce(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     tag = tracer.tag(x)
     if not isinstance(out, Tensor) or tracer.name(x) or set(dims) & set(varies(tag.label)):
         tracer.pin([x], f"{name} over channels")
-        _refuse(tracer, [x])
         return
     keep = out.dim() == x.dim()
     label = tag.label.amin(dims, keepdim=keep)
-    constant = tag.constant.to(torch.int8).amin(dims, keepdim=keep).bool()
-    if name == "sum":
-        constant = constant & False
+    constant = tag.constant.to(torch.int8).amin(dims, keepdim=keep).bool() & (name != "sum")
     tracer.set(out, label, _checked(constant, out, label))
 
 
@@ -317,12 +332,8 @@ def _along(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x = a["args"][0]
     dim = a["kwargs"].get("dim", next((v for v in a["args"][1:] if isinstance(v, int)), None))
     tag = tracer.tag(x)
-    if (
-        not isinstance(out, Tensor)
-        or out.shape != x.shape
-        or not isinstance(dim, int)
-        or dim % x.dim() in varies(tag.label)
-    ):
+    known = isinstance(out, Tensor) and out.shape == x.shape and isinstance(dim, int)
+    if not known or tracer.name(x) or dim % x.dim() in varies(tag.label):
         tracer.pin([x], f"{name} over channels")
         return
     tracer.set(out, tag.label)
@@ -332,11 +343,11 @@ def _pool(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x = a["args"][0]
     spatial = int(name[-2]) if name[-1] == "d" else x.dim() - 2
     tag = tracer.tag(x)
-    if not isinstance(out, Tensor) or any(d >= x.dim() - spatial for d in varies(tag.label)):
-        tracer.pin([a["args"]], f"{name} over channels")
-        return
-    label, constant = (_front(t, shortest(tag.label)) for t in (tag.label, tag.constant))
-    tracer.set(out, label, _checked(constant.expand(out.shape), out, label.expand(out.shape)))
+    if not isinstance(out, Tensor) or tracer.name(x) or any(d >= x.dim() - spatial for d in varies(tag.label)):
+        raise NotImplementedError
+    # what is averaged with a border is only the same everywhere where it is zero
+    still = (_along_label(x, tag.label) == 0).cpu() | (not name.startswith("avg_pool"))
+    _per_channel(tracer, tag, out, still)
 
 
 # ---------------------------------------------------------------------------------------------------- normalisation
@@ -356,8 +367,6 @@ def _batch_norm(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     if a["weight"] is not None and not a["training"]:
         still = (a["weight"] == 0).cpu().reshape(1, -1, *[1] * (x.dim() - 2))
         constant = constant | still
-    if name == "instance_norm":
-        constant = constant & False
     tracer.set(out, tag.label, _checked(constant.expand(out.shape), out, tag.label))
 
 
@@ -373,7 +382,6 @@ def _norm_over(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     over = (
         range(x.dim() - len(shape), x.dim()) if shape is not None and not isinstance(shape, int) else range(1, x.dim())
     )
-    _refuse(tracer, list(tensors_in([a["args"][1:], a["kwargs"]])))
     if set(over) & set(varies(tag.label)):
         tracer.pin([x], f"{name} needs all of its channels")
     else:
@@ -393,7 +401,6 @@ def _matmul(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
         _product(tracer, x, weight, None, out, -1, transposed=True, borders=False)
     else:
         tracer.pin([a["args"]], f"{name} of two tensors needs all of their channels")
-        _refuse(tracer, list(tensors_in(a["args"])))
 
 
 def _addmm(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
@@ -402,7 +409,6 @@ def _addmm(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
         _product(tracer, x, weight, bias, out, -1, transposed=True, borders=False)
     else:
         tracer.pin([a["args"]], f"{name} needs all of its channels")
-        _refuse(tracer, list(tensors_in(a["args"])))
 
 
 def _conv(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
@@ -415,11 +421,10 @@ def _conv(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     if groups == 1:
         _product(tracer, x, weight, a["bias"], out, dim, transposed=False, borders=borders)
         return
-    columns = _columns(tracer, x, dim)
+    columns = columns_of(tracer, x, dim)
     known, bias = tracer.name(weight), tracer.name(a["bias"])
     if columns is None or known is None or (a["bias"] is not None and bias is None):
         tracer.pin([x], "a grouped convolution of an unknown kind")
-        _refuse(tracer, list(tensors_in([weight, a["bias"]])))
         return
     # whole groups, inputs with outputs
     units = tracer.trace.units
@@ -431,21 +436,20 @@ def _conv(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
         tracer.slot(bias, 0, label)
     still = (weight.reshape(weight.shape[0], -1) == 0).all(1).cpu()
     if weight.shape[1] == 1:
-        constant, values = _constants(tracer, x, dim)
+        constant, values = constants_of(tracer, x, dim)
         still |= (constant & ((values == 0) | (not borders))).repeat_interleave(weight.shape[0] // groups)
-    _give(tracer, out, dim, label, still)
+    give(tracer, out, dim, label, still)
 
 
 def _conv_transpose(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     if (a["groups"] or 1) != 1:
         tracer.pin([a["input"]], "a grouped transposed convolution")
-        _refuse(tracer, list(tensors_in([a["weight"], a["bias"]])))
         return
     dim = -int(name[-2]) - 1
     _product(tracer, a["input"], a["weight"], a["bias"], out, dim, transposed=True, borders=True)
 
 
-def _columns(tracer: Tracer, x: Tensor, dim: int) -> Tensor | None:
+def columns_of(tracer: Tracer, x: Tensor, dim: int) -> Tensor | None:
     """The units along the one dimension that a product reads; None where they vary along another."""
     label = tracer.label(x)
     if varies(label) not in ([], [dim % x.dim()]):
@@ -453,13 +457,13 @@ def _columns(tracer: Tracer, x: Tensor, dim: int) -> Tensor | None:
     return label.movedim(dim, 0).flatten(1)[:, 0] if x.dim() > 1 else label
 
 
-def _constants(tracer: Tracer, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def constants_of(tracer: Tracer, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Which of these are constants, and their values."""
     constant = tracer.tag(x).constant.movedim(dim, 0).reshape(x.shape[dim], -1).all(1)
     return constant, x.movedim(dim, 0).reshape(x.shape[dim], -1)[:, 0].cpu()
 
 
-def _give(tracer: Tracer, out: Tensor, dim: int, label: Tensor, constant: Tensor) -> None:
+def give(tracer: Tracer, out: Tensor, dim: int, label: Tensor, constant: Tensor) -> None:
     shape = [1] * out.dim()
     shape[dim] = -1
     tracer.set(out, label.reshape(shape), constant.reshape(shape))
@@ -476,12 +480,11 @@ def _product(
     borders: bool,
 ) -> None:
     known, known_bias = tracer.name(weight), tracer.name(bias)
-    columns = _columns(tracer, x, dim)
+    columns = columns_of(tracer, x, dim)
     if known is None or (bias is not None and known_bias is None) or columns is None or tracer.name(x):
         tracer.pin(
             [x], "a weight that is no parameter" if known is None else "channels in another dimension than it reads"
         )
-        _refuse(tracer, [p for p in (x, weight, bias) if p is not None])
         return
     columns = tracer.slot(known, 0 if transposed else 1, columns)
     rows = tracer.slot(known, 1 if transposed else 0)
@@ -489,7 +492,7 @@ def _product(
         rows = tracer.slot(known_bias, 0, rows)
     w = weight.transpose(0, 1) if transposed else weight
     nonzero = (w.flatten(2) != 0).any(2).cpu() if w.dim() > 2 else (w != 0).cpu()
-    constant, values = _constants(tracer, x, dim)
+    constant, values = constants_of(tracer, x, dim)
     owner = tracer.owner(known)
     module = owner[0] if owner is not None and isinstance(owner[1], nn.Linear | _ConvNd) else None
     # a bias in half precision would not hold the sum exactly, and borders see zeros instead of the constant
@@ -502,17 +505,16 @@ def _product(
     tracer.trace.readers.append(
         Reader(known, known_bias, rows, columns, nonzero, folds, values, transposed, module, tuple(x.shape), dim)
     )
-    _give(tracer, out, dim, rows, ~(nonzero & ~folds).any(1))
+    give(tracer, out, dim, rows, ~(nonzero & ~folds).any(1))
 
 
 def _embedding(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     weight = a["weight"]
     known = tracer.name(weight)
     if known is None or a["max_norm"] is not None:
-        _refuse(tracer, [weight])
         return
     constant = (weight.amin(0) == weight.amax(0)).cpu()
-    _give(tracer, out, -1, tracer.slot(known, 1), constant)
+    give(tracer, out, -1, tracer.slot(known, 1), constant)
 
 
 def _attention(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
@@ -522,13 +524,15 @@ def _attention(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
         x.dim() - 2 not in varies(t) for x, t in zip((q, k, v), labels, strict=True)
     )
     if not known or (mask is not None and any(n > 1 for n in mask.shape[1:-2])):
-        tracer.pin([q, k, v], "attention of an unknown kind")
-        return
+        raise NotImplementedError
+    tracer.pin([mask], "attention's mask")
     # a head's queries and keys are read by its outputs, whose channels are those of its values
     per_head = [t.select(-2, 0).reshape(math.prod(q.shape[:-2]), -1) for t in labels]
     for heads in zip(*per_head, strict=True):
         a_head, b_head, read = heads
         tracer.trace.needs.append((read, torch.cat([a_head, b_head])))
+    if q.dim() > 3:  # as many heads of each
+        tracer.trace.equal.append([t.reshape(-1, *t.shape[-3:])[0, :, 0, 0] for t in labels])
     tracer.set(out, labels[2].narrow(-2, 0, 1))
 
 
@@ -537,10 +541,9 @@ def _prelu(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     tag = tracer.tag(x)
     known = tracer.name(weight)
     if weight.numel() > 1:
-        columns = _columns(tracer, x, 1)
+        columns = columns_of(tracer, x, 1)
         if known is None or columns is None:
             tracer.pin([x], "prelu of an unknown kind")
-            _refuse(tracer, [weight])
             return
         tracer.slot(known, 0, columns)
     tracer.set(out, tag.label, _checked(tag.constant, out, tag.label))
@@ -548,6 +551,7 @@ def _prelu(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_MOVES, _move),
     **dict.fromkeys(_JOINS, _join),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -18,19 +16,17 @@ from espalier.compact.gather import gather_inputs
 from espalier.compact.layers import Gather, factor
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
-from espalier.compact.report import LowRankRow, ShrinkReport, measure
-from espalier.compact.rewrite import Kept, remove
+from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, measure
+from espalier.compact.rewrite import Kept, hooked, remove
 from espalier.compact.trace import Trace, Tracer, tensors_in
-from espalier.compact.verify import ShrinkError, check, outputs, random_like
+from espalier.compact.verify import Difference, ShrinkError, check, cloned, outputs, random_like
 
 Inputs: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 # what rounding a bias that takes up constants may change, in float32
 _FOLDED = 1e-6
-
-
-class Untraceable(ShrinkError):
-    """The model fails on its example inputs."""
+_RANK_TOL = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def shrink(
     *,
     gather: Literal["auto", "always", "never"] = "auto",
     low_rank: bool = True,
-    rank_tol: float = 1e-6,
+    rank_tol: float | None = None,
     align: int = 1,
     ignore: Sequence[str] = (),
     also: Sequence[Inputs] = (),
@@ -77,56 +73,114 @@ def shrink(
     gather: where a layer does not read some channels that others read, let it select its inputs: "auto" where that was
         faster on this device with these inputs, by measurement.
     low_rank: make two layers of a Linear or convolution of rank r where r (m + n) < m n. `rank_tol` says which singular
-        values count, relative to the largest; the report bounds what was cut off.
+        values count, relative to the largest: 1e-6 in float32, unless given. The report bounds what was cut off.
     align: keep numbers of channels at multiples of this, such as 8, 16 or 32, by keeping some that are not needed.
     ignore: names of modules to leave alone, with the channels that they read.
     also: more inputs to compare the outputs on, beside the examples and random ones like them.
     """
-    args = as_arguments(model, example_inputs)
-    _check(model, args, gather, align, ignore)
+    inputs = as_call(example_inputs)
+    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+    _check(model, inputs, gather, align, ignore)
+    rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
     dense = dict(model.named_parameters(remove_duplicate=False))
-    with _evaluating(model) as modes:
-        trials = [args, *_random(model, args), *(as_arguments(model, inputs) for inputs in also)]
-        slack = 0.0 if all(p.dtype == torch.float64 for p in model.parameters()) else _FOLDED
-        for careful in (False, True):
-            small, kept = copy.deepcopy(model), Kept()
-            try:
-                trace, found = _remove(small, args, ignore, align, careful, kept)
-                difference = check(model, small, trials, slack=slack)
-                break
-            except Untraceable:
-                raise
-            except Exception:
-                # sizes written in the model's code do not follow its layers: keep the channels that go through them
-                if careful:
-                    raise
-        gathers = gather_inputs(small, trace, found, kept, gather, align)
-        ranks = _factor(small, trace, kept, rank_tol) if low_rank else []
-        if gathers or ranks:
-            difference = check(model, small, trials, slack=slack + 10 * rank_tol * len(ranks))
-        report = measure(model, small, args, difference, _reasons(trace), ranks, gathers, latency)
-    _restore(small, modes)
+    modes = {name: m.training for name, m in model.named_modules()}
+    original = _copied(model).eval()  # a model may write into its buffers
+    trials = [inputs, *_random(original, inputs), *map(as_call, also)]
+    slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
+    _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
+    small, trace, found, kept = _removed(original, inputs, trials, ignore, align, slack)
+    made = _replaced(original, small, trace, found, kept, trials, slack, gather, align, low_rank, rank_tol)
+    report = measure(
+        original, made.small, inputs, made.difference, _reasons(trace), made.ranks, made.gathers, latency
+    )  # fmt: skip
+    _restore(made.small, modes)
     if inplace:
-        _become(model, small)
-        small = model
-    return Shrunk(small, report, kept, dense)
+        model.__dict__.update({k: v for k, v in made.small.__dict__.items() if k != "training"})
+    return Shrunk(model if inplace else made.small, report, made.kept, dense)
 
 
-def as_arguments(model: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
-    """Example inputs in the order of the model's forward."""
-    if not isinstance(inputs, Mapping):
-        return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    bound = inspect.signature(model.forward).bind(**inputs)
-    bound.apply_defaults()
-    if any(bound.kwargs.values()):
-        raise ValueError(f"{', '.join(bound.kwargs)} can only be given by name: wrap the model in one that does.")
-    return bound.args
+def as_call(inputs: Inputs) -> Call:
+    """Example inputs as arguments and keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if not isinstance(inputs, Sequence):
+        raise TypeError(f"example inputs must be a tensor, a tuple of arguments or a dict by name, not {inputs!r}.")
+    return tuple(inputs), {}
 
 
-def _random(model: nn.Module, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def _removed(
+    original: nn.Module, inputs: Call, trials: Sequence[Call], ignore: Sequence[str], align: int, slack: float
+) -> tuple[nn.Module, Trace, Plan, Kept]:
+    """Without the channels that are not needed. Where the model's code does not follow its layers, with more care."""
+    failure: Exception | None = None
+    for care in (0, 1, 2):
+        small, kept = _copied(original), Kept()
+        try:
+            trace, found = _remove(small, inputs, ignore, align, care, kept)
+            check(original, small, trials, slack=slack)
+        except Exception as error:
+            failure = failure or error
+            if care == 2:
+                raise
+        else:
+            if care and failure is not None:
+                what = "channels that pass through sizes written in the code" if care == 1 else "all channels"
+                trace.kept.setdefault("", f"keeps {what}, for without them: {str(failure).splitlines()[0]}")
+            return small, trace, found, kept
+    raise AssertionError("unreachable")
+
+
+@dataclass
+class _Made:
+    """A model with layers in place of others."""
+
+    small: nn.Module
+    kept: Kept
+    difference: Difference
+    gathers: list[GatherRow]
+    ranks: list[LowRankRow]
+
+
+def _replaced(
+    original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, trials: Sequence[Call], slack: float,
+    gather: str, align: int, low_rank: bool, rank_tol: float,
+) -> _Made:  # fmt: skip
+    """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
+    for selects, factors in ((gather, low_rank), (gather, False), ("never", low_rank), ("never", False)):
+        model, its = copy.deepcopy(small), copy.deepcopy(kept)
+        gathers = gather_inputs(model, trace, found, its, selects, align)
+        ranks = _factor(model, trace, its, rank_tol) if factors else []
+        try:
+            difference = check(original, model, trials, slack=slack + 10 * rank_tol * len(ranks))
+        except Exception as error:
+            if not gathers and not ranks:
+                raise
+            trace.kept.setdefault("", f"some layers stay as they are, for otherwise: {str(error).splitlines()[0]}")
+        else:
+            return _Made(model, its, difference, gathers, ranks)
+    raise AssertionError("unreachable")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    small = copy.deepcopy(model)
+    for module in small.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # a copy's weights lie apart, of which cuDNN would warn
+    return small
+
+
+def _coarsest(model: nn.Module) -> torch.dtype:
+    """Of the types that its parameters have."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps)
+
+
+def _random(model: nn.Module, inputs: Call) -> list[Call]:
     """Random inputs, if the model takes them: lengths and indices may not be just any."""
-    drawn = random_like(args, 0)
+    drawn = random_like(inputs, 0)
     try:
         outputs(model, drawn)
     except Exception:
@@ -134,7 +188,7 @@ def _random(model: nn.Module, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return [drawn]
 
 
-def _check(model: nn.Module, args: tuple[Any, ...], gather: str, align: int, ignore: Sequence[str]) -> None:
+def _check(model: nn.Module, inputs: Call, gather: str, align: int, ignore: Sequence[str]) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"{kind} is compiled by TorchScript: shrink the model that it was made from.")
@@ -146,7 +200,8 @@ def _check(model: nn.Module, args: tuple[Any, ...], gather: str, align: int, ign
         raise TypeError(f"model must be a torch.nn.Module, not a {kind}.")
     if gather not in ("auto", "always", "never"):
         raise ValueError(f'gather must be "auto", "always" or "never", not {gather!r}.')
-    check_number("align", align, low=1)
+    if not isinstance(align, int) or align < 1:
+        raise ValueError(f"align must be a whole number, 1 or more, not {align!r}.")
     names = {name for name, _ in model.named_modules()}
     for name in ignore:
         if name not in names:
@@ -154,55 +209,50 @@ def _check(model: nn.Module, args: tuple[Any, ...], gather: str, align: int, ign
     devices = {p.device for p in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         raise ValueError(f"the model is on several devices, {', '.join(sorted(map(str, devices)))}: move it to one.")
-    for x in tensors_in(args):
+    for x in tensors_in(inputs):
         if devices and x.device not in devices:
             raise ValueError(f"an example input is on {x.device}, the model on {devices.pop()}: move one of them.")
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{name} is compiled by TorchScript, and cannot be looked into: use the module it was made of."
+            )
         if module.__dict__.get("forward") is not None:
             raise TypeError(f"{name or 'the model'} has a forward of its own on the instance, which a copy shares: "
                             "define it in the class.")  # fmt: skip
 
 
 def _remove(
-    model: nn.Module, args: tuple[Any, ...], ignore: Sequence[str], align: int, careful: bool, kept: Kept
+    model: nn.Module, inputs: Call, ignore: Sequence[str], align: int, care: int, kept: Kept
 ) -> tuple[Trace, Plan]:
     """Until nothing more can go: a grouped convolution of one group is an ordinary one."""
     reasons: dict[str, str] = {}
     while True:
-        trace = _trace(model, args, ignore)
+        trace = _trace(model, inputs, ignore)
         reasons |= trace.kept
-        found = plan(trace, align, careful)
+        found = plan(trace, align, care)
         if not remove(model, trace, found, kept):
             trace.kept |= reasons
             return trace, found
 
 
-def _trace(model: nn.Module, args: tuple[Any, ...], ignore: Sequence[str]) -> Trace:
+def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str]) -> Trace:
     tracer = Tracer(model, ignore)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it goes past the modules
     try:
-        trace = tracer.run(args)
+        trace = tracer.run(*cloned(inputs))
     except Exception as error:
-        where = tracer.place or "the model"
-        raise Untraceable(
-            f"the model could not be traced: {where} failed on the example inputs with {type(error).__name__}: "
-            f"{error}. If the model runs on them outside shrink, leave that module alone by ignore=[{where!r}]."
+        where = tracer.place
+        way_out = f" If the model runs on them outside shrink, leave that module alone by ignore=[{where!r}]."
+        raise ShrinkError(
+            f"the model could not be traced: {where or 'it'} failed on the example inputs with "
+            f"{type(error).__name__}: {error}.{way_out if where else ''}"
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     trace.readers[:] = shared_folds(trace.readers)
     return trace
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[dict[str, bool]]:
-    modes = {name: m.training for name, m in model.named_modules()}
-    model.eval()
-    try:
-        yield modes
-    finally:
-        _restore(model, modes)
 
 
 def _restore(model: nn.Module, modes: dict[str, bool]) -> None:
@@ -219,7 +269,7 @@ def _factor(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[Low
     for name in dict.fromkeys(reader.module for reader in trace.readers if reader.module):
         place = f"{name}.layer" if isinstance(model.get_submodule(name), Gather) else name
         layer: Any = model.get_submodule(place)
-        if (made := factor(layer, rtol)) is not None:
+        if not hooked(layer) and (made := factor(layer, rtol)) is not None:
             model.set_submodule(place, made[0])
             kept.gone |= {f"{name}.weight", f"{name}.bias"}
             rows.append(LowRankRow(name, made[0].spec()["rank"], made[1]))
@@ -228,8 +278,3 @@ def _factor(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[Low
 
 def _reasons(trace: Trace) -> tuple[str, ...]:
     return tuple(f"{name or 'the model'}: {why}" for name, why in trace.kept.items())
-
-
-def _become(model: nn.Module, small: nn.Module) -> None:
-    """Let a model be what its smaller copy is."""
-    model.__dict__.update({k: v for k, v in small.__dict__.items() if k != "training"})

@@ -8,9 +8,9 @@ are the same number for every input of the model; the number is in the tensor it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Trace:
     equal: list[list[Tensor]] = field(default_factory=list)  # as many must stay of each
     splits: list[Split] = field(default_factory=list)
     gathers: dict[str, Tensor] = field(default_factory=dict)  # the labels of what a Gather selects from
-    heads: dict[str, list[int]] = field(default_factory=dict)  # of attention modules: those that are read
+    heads: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)  # those read, and a unit of the weights'
     risky: list[Tensor] = field(default_factory=list)  # units that go through sizes which may be written in the code
     kept: dict[str, str] = field(default_factory=dict)  # where channels had to stay, and why
 
@@ -89,22 +89,28 @@ class Tracer(TorchFunctionMode):
         for name, x in tensors:
             self._owners.setdefault(self._names[id(x)], set()).add(name.rpartition(".")[0])
         self._stack: list[str] = []
+        self.slotted: set[str] = set()  # parameters that an operation gave channels to
 
     # ------------------------------------------------------------------------------------------------ running
 
-    def run(self, args: Sequence[Any]) -> Trace:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace:
         """The model's outputs must not change: all that reaches them stays."""
         from espalier.compact.modules import MODULE_RULES
 
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 stack.enter_context(_inside(module, self._stack, name))
-                rule = next((rule for kinds, rule in MODULE_RULES if isinstance(module, kinds)), None)
-                if name in self._ignore or rule is not None:
+                rule = next((rule for kinds, rule in MODULE_RULES if type(module) in kinds), None)
+                # a forward of their own may do anything
+                odd = rule is None and isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+                inside = any(
+                    name.startswith(f"{ignored}.") or not ignored for ignored in self._ignore if name != ignored
+                )
+                if not inside and (name in self._ignore or rule is not None or odd):
                     stack.enter_context(_replaced(module, self._as_one(name, module, rule)))
             stack.enter_context(self)
             stack.enter_context(torch.no_grad())
-            out = self.model(*args)
+            out = self.model(*args, **kwargs)
         for x in tensors_in(out):
             self.trace.units.pin(self.label(x))
         return self.trace
@@ -118,7 +124,7 @@ class Tracer(TorchFunctionMode):
                 return rule(self, name, module, forward, args, kwargs)
             with torch._C.DisableTorchFunction():
                 out = forward(*args, **kwargs)
-                self.leave(name, module, [args, kwargs], "left alone, as asked")
+                self.leave(name, module, [args, kwargs], "left alone")
             return out
 
         return call
@@ -183,6 +189,17 @@ class Tracer(TorchFunctionMode):
         for p, _ in [*module.named_parameters(), *module.named_buffers()]:
             self.refuse(f"{name}.{p}")
 
+    def written(self, x: Any, understood: bool) -> None:
+        """x was changed in place, and with it all that shares its memory: no constant there is one any more."""
+        if not isinstance(x, Tensor):
+            return
+        memory = x.untyped_storage().data_ptr()
+        for y, tag in list(self._tags.items()):
+            if y.untyped_storage().data_ptr() == memory and not (y is x and understood):
+                self._tags[y] = Tag(tag.label, tag.constant & False)
+                if not understood or y.shape != x.shape:
+                    self.pin([y], "changed in place")
+
     def refuse(self, name: str) -> None:
         """A parameter is used in a way that is not understood."""
         for dim in range(self.parameter(name).dim()):
@@ -196,6 +213,7 @@ class Tracer(TorchFunctionMode):
     def slot(self, name: str, dim: int, label: Tensor | None = None) -> Tensor:
         """The units of a parameter along one of its dimensions, joined with those given; new where there are none."""
         slots, units = self.trace.slots, self.trace.units
+        self.slotted.add(name)
         found = slots.get((name, dim))
         if found is None:
             found = slots[name, dim] = units.new(self.parameter(name).shape[dim]) if label is None else label.clone()
@@ -205,7 +223,16 @@ class Tracer(TorchFunctionMode):
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    return (x for x in tree_leaves(values) if isinstance(x, Tensor))
+    """All tensors, wherever they are; pytree does not know dataclasses and subclasses of dict and tuple."""
+    for x in tree_leaves(values):
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, Mapping):
+            yield from tensors_in(list(x.values()))
+        elif isinstance(x, tuple | list):
+            yield from tensors_in(list(x))
+        elif is_dataclass(x) and not isinstance(x, type):
+            yield from tensors_in([getattr(x, f.name) for f in fields(x)])
 
 
 def varies(label: Tensor) -> list[int]:
