@@ -311,6 +311,14 @@ def test_low_rank_never_makes_it_bigger(kind: str, rank: int) -> None:
     assert not pays or (found.report.low_rank[0].rank == rank and found.report.low_rank[0].bound < 1e-3)
 
 
+def test_zero_columns_are_not_low_rank() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight[:, :25] = 0
+    assert type(espalier.shrink(model, torch.randn(3, 30), **QUICK).model[0]) is nn.Linear
+
+
 def test_heads_that_nothing_reads() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()

@@ -17,3 +17,5 @@ for _ in range(60):
     schedule.step()
 print(espalier.structure(optimizer))
 print(f"accuracy {(model(images[test]).argmax(1) == labels[test]).float().mean():.1%} on {len(test)} unseen digits")
+with optimizer.structured():
+    print(espalier.shrink(model, images[:1]))

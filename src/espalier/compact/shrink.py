@@ -89,8 +89,8 @@ def shrink(
     trials = [inputs, *_random(original, inputs), *map(as_call, also)]
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
     _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
-    small, trace, found, kept = _removed(original, inputs, trials, ignore, align, slack)
-    made = _replaced(original, small, trace, found, kept, trials, slack, gather, align, low_rank, rank_tol)
+    small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
+    made = _replaced(original, small, trace, found, kept, difference, trials, slack, gather, align, low_rank, rank_tol)
     report = measure(
         original, made.small, inputs, made.difference, _reasons(trace), made.ranks, made.gathers, latency
     )  # fmt: skip
@@ -113,14 +113,14 @@ def as_call(inputs: Inputs) -> Call:
 
 def _removed(
     original: nn.Module, inputs: Call, trials: Sequence[Call], ignore: Sequence[str], align: int, slack: float
-) -> tuple[nn.Module, Trace, Plan, Kept]:
+) -> tuple[nn.Module, Trace, Plan, Kept, Difference]:
     """Without the channels that are not needed. Where the model's code does not follow its layers, with more care."""
     failure: Exception | None = None
     for care in (0, 1, 2):
         small, kept = _copied(original), Kept()
         try:
             trace, found = _remove(small, inputs, ignore, align, care, kept)
-            check(original, small, trials, slack=slack)
+            difference = check(original, small, trials, slack=slack)
         except Exception as error:
             failure = failure or error
             if care == 2:
@@ -129,7 +129,7 @@ def _removed(
             if care and failure is not None:
                 what = "channels that pass through sizes written in the code" if care == 1 else "all channels"
                 trace.kept.setdefault("", f"keeps {what}, for without them: {str(failure).splitlines()[0]}")
-            return small, trace, found, kept
+            return small, trace, found, kept, difference
     raise AssertionError("unreachable")
 
 
@@ -145,7 +145,8 @@ class _Made:
 
 
 def _replaced(
-    original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, trials: Sequence[Call], slack: float,
+    original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, difference: Difference,
+    trials: Sequence[Call], slack: float,
     gather: str, align: int, low_rank: bool, rank_tol: float,
 ) -> _Made:  # fmt: skip
     """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
@@ -153,11 +154,11 @@ def _replaced(
         model, its = copy.deepcopy(small), copy.deepcopy(kept)
         gathers = gather_inputs(model, trace, found, its, selects, align)
         ranks = _factor(model, trace, its, rank_tol) if factors else []
+        if not gathers and not ranks:
+            return _Made(model, its, difference, gathers, ranks)
         try:
             difference = check(original, model, trials, slack=slack + 10 * rank_tol * len(ranks))
         except Exception as error:
-            if not gathers and not ranks:
-                raise
             trace.kept.setdefault("", f"some layers stay as they are, for otherwise: {str(error).splitlines()[0]}")
         else:
             return _Made(model, its, difference, gathers, ranks)
@@ -269,7 +270,11 @@ def _factor(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[Low
     for name in dict.fromkeys(reader.module for reader in trace.readers if reader.module):
         place = f"{name}.layer" if isinstance(model.get_submodule(name), Gather) else name
         layer: Any = model.get_submodule(place)
-        if not hooked(layer) and (made := factor(layer, rtol)) is not None:
+        if hooked(layer) or (made := factor(layer, rtol)) is None:
+            continue
+        # zero rows and columns lower the rank, too: a product would only do the work of a selection
+        matrix = layer.weight.flatten(1) != 0
+        if made[0].spec()["rank"] < min(matrix.any(0).sum(), matrix.any(1).sum()):
             model.set_submodule(place, made[0])
             kept.gone |= {f"{name}.weight", f"{name}.bias"}
             rows.append(LowRankRow(name, made[0].spec()["rank"], made[1]))
