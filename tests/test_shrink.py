@@ -631,3 +631,20 @@ def test_trained_structure(method: Any) -> None:
         small = espalier.shrink(model, x[:4], **QUICK).model
         assert count(small) < 0.9 * count(model)
         assert error(model, small, (x[:4],)) < 1e-5
+
+
+@pytest.mark.parametrize("case", zoo.ZOO, ids=lambda case: case.name)
+def test_trained_structure_of_all_models(case: zoo.ModelCase) -> None:
+    torch.manual_seed(0)
+    model = case.build()
+    zoo.randomise(model, 0)
+    optimizer = espalier.ProxGen(espalier.regularize(model, espalier.GroupLasso(0.1)), lr=5e-3)
+    inputs = case.inputs(8)
+    for _ in range(15):
+        optimizer.zero_grad()
+        zoo.logits(model, inputs).square().mean().backward()
+        optimizer.step()
+    assert espalier.structure(optimizer).group_sparsity > 0.02
+    small = espalier.shrink(model, inputs, **QUICK).model
+    assert count(small) < count(model)
+    assert error(model, small, inputs) < 1e-5

@@ -647,7 +647,7 @@ def deeper() -> nn.Module:
         (narrow, ValueError, r"'6.weight' is \[10, 108\], which no part of build's \[9, 108\] is"),
         (biased, ValueError, "tensor '0.more' is missing"),
         (deeper, ValueError, "build made a module '7'"),
-        (Tied, ValueError, "module '' is a Sequential, and build made a Tied"),
+        (Tied, ValueError, "the model is a Sequential, and build made a Tied"),
         (lambda: 3, TypeError, "made a int"),
     ],
 )

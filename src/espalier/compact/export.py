@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from espalier.compact.store import save, scratch_beside
+from espalier.compact.store import check_module, save, scratch_beside
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -133,19 +133,25 @@ def export(
     model: nn.Module,
     path: str | os.PathLike[str],
     example_inputs: Any,
-    format: str = "onnx",
+    format: str | None = None,
     dynamic_batch: bool = True,
 ) -> Path:
     """Write the model, in eval mode, as a file that runs without its code, and return the path.
 
+    `format` is that of the path's suffix unless given.
     `"onnx"` and `"pt2"` (torch.export) are checked by running the file, with onnxruntime and with torch, on the example
     inputs: what differs by more than 1e-4 of the largest output raises and leaves no file. `"safetensors"` is `save`.
     `example_inputs` are a tensor, a sequence of arguments or a mapping of named ones. With `dynamic_batch` the file
     takes any size of their first dimension.
     """
+    check_module(model)
+    path = Path(path)
+    by_suffix = path.suffix[1:] if path.suffix[1:] in FORMATS else None
+    format = format or by_suffix
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}.")
-    path = Path(path)
+    if by_suffix and by_suffix != format:
+        raise ValueError(f"{path.name} has the suffix of {by_suffix}, and format is {format!r}: change one of them.")
     if format == "safetensors":
         save(model, path)
         return path

@@ -24,6 +24,8 @@ def carried_over(optimizer: Optimizer, model: nn.Module, kept: Kept, dense: dict
         names.setdefault(id(p), name)
     if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         raise ValueError("none of the optimizer's parameters is the dense model's: it is of another model.")
+    # names, for reports, where the optimizer has them
+    named = {id(p): name for name, p in model.named_parameters()} if "param_names" in optimizer.param_groups[0] else {}
     groups: list[Group] = []
     pairs: list[tuple[Tensor, Tensor, dict[int, Tensor]]] = []
     fresh = _fresh(model, kept, dense)
@@ -32,7 +34,9 @@ def carried_over(optimizer: Optimizer, model: nn.Module, kept: Kept, dense: dict
         made: dict[Any, Group] = {}
 
         def put(p: Tensor, own: Group, made: dict[Any, Group] = made) -> None:
-            made.setdefault(own.get("penalty"), {**own, "params": []})["params"].append(p)
+            made.setdefault(own.get("penalty"), {**own, "params": []})["params"].append(
+                (named.get(id(p), "?"), p) if named else p
+            )
 
         for p in group["params"]:
             own = names.get(id(p))

@@ -136,6 +136,11 @@ class ShrinkReport:
         for head, lines in (("removed", self.removed), ("kept", self.kept)):
             if lines:
                 parts.append("\n".join((f"{head}:", *(f"  {line}" for line in lines))))
+        if self.small.parameters == self.dense.parameters:
+            parts.append(
+                "Nothing was removed: no channel is exactly zero for all that read it. Weights of RAMDA and RMDA have\n"
+                "zeros at the structured point: shrink inside optimizer.structured(). Or λ is too small yet."
+            )
         if self.difference is not None:
             parts.append(str(self.difference))
         return "\n\n".join(parts)

@@ -144,7 +144,7 @@ def _pointwise(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
         elif full and (known := tracer.name(x)) and len(dims) == 1:
             tracer.slot(known, x.dim() + dims[0], shortest(tag.label).reshape(-1))
         elif full:
-            tracer.pin([first], f"{name} with a tensor whose channels are not known")
+            tracer.pin([first], f"{name} with channels that stay")
     constants = [_along_label(_fixed(tracer, x, t), result) for x, t in zip(operands, tags, strict=True)]
     zero = [c & (_along_label(x, result) == 0).cpu() for x, c in zip(operands, constants, strict=True)]
     # a number may depend on the sizes of the example inputs: only zero times any number is known

@@ -80,15 +80,21 @@ def shrink(
     """
     inputs = as_call(example_inputs)
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+    if isinstance(also, Tensor | Mapping):
+        raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
     _check(model, inputs, gather, align, ignore)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
     original = _copied(model).eval()  # a model may write into its buffers
+    try:
+        outputs(original, inputs)
+    except Exception as error:
+        raise ShrinkError(f"the model itself fails on the example inputs: {type(error).__name__}: {error}") from error
+    _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
     trials = [inputs, *_random(original, inputs), *map(as_call, also)]
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
-    _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
     small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
     made = _replaced(original, small, trace, found, kept, difference, trials, slack, gather, align, low_rank, rank_tol)
     report = measure(
@@ -107,7 +113,9 @@ def as_call(inputs: Inputs) -> Call:
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if not isinstance(inputs, Sequence):
-        raise TypeError(f"example inputs must be a tensor, a tuple of arguments or a dict by name, not {inputs!r}.")
+        raise TypeError(
+            f"example inputs must be a tensor, a tuple of arguments or a dict by name, not a {type(inputs).__name__}."
+        )
     return tuple(inputs), {}
 
 
@@ -245,10 +253,10 @@ def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str]) -> Trace:
         trace = tracer.run(*cloned(inputs))
     except Exception as error:
         where = tracer.place
-        way_out = f" If the model runs on them outside shrink, leave that module alone by ignore=[{where!r}]."
+        way_out = f" Leave that module alone by ignore=[{where!r}]."
         raise ShrinkError(
-            f"the model could not be traced: {where or 'it'} failed on the example inputs with "
-            f"{type(error).__name__}: {error}.{way_out if where else ''}"
+            f"the model could not be traced: {where or 'it'} failed with {type(error).__name__}: {error}."
+            f"{way_out if where else ''}"
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

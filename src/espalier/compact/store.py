@@ -143,6 +143,12 @@ def _check_replaceable(path: Path) -> None:
         )
 
 
+def check_module(model: object) -> None:
+    """Raise where this is no model but what `shrink` gave."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module such as shrunk.model, not a {type(model).__name__}.")
+
+
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model as a directory of two files, safetensors and a JSON manifest; `load` reads it.
 
@@ -151,6 +157,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save_file
 
+    check_module(model)
     path = Path(path).resolve()
     _check_replaceable(path)
     tensors, packed, first = dict[str, dict[str, Any]](), dict[str, Tensor](), dict[object, str]()
@@ -319,7 +326,8 @@ def _restore_modules(model: nn.Module, modules: dict[str, dict[str, Any]], file:
                 ) from error
             model = _put(model, name, module)
         if type(module).__name__ != entry["type"]:
-            _bad(file, f"module {name!r} is a {entry['type']}, and build made a {type(module).__name__}", SAME_CODE)
+            what = f"module {name!r}" if name else "the model"
+            _bad(file, f"{what} is a {entry['type']}, and build made a {type(module).__name__}", SAME_CODE)
     for name, module in model.named_modules(remove_duplicate=False):
         if name not in modules:
             reason = f"build made a module {name!r} ({type(module).__name__}), and the saved model has none"
