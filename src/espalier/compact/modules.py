@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.layers import Gather
-from espalier.compact.rules import columns_of, constants_of, give
+from espalier.compact.rules.products import columns_of, constants_of, give
 from espalier.compact.trace import Reader, Tracer
 
 Forward: TypeAlias = Callable[..., Any]
