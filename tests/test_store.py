@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from espalier.compact.attention import HeadAttention
 from espalier.compact.export import export
 from espalier.compact.layers import Gather, LowRank, factor
-from espalier.compact.store import load, save
+from espalier.compact.restore import load
+from espalier.compact.store import save
 
 # by name: the package offers functions of the modules' names
 store, export_module = (importlib.import_module(f"espalier.compact.{n}") for n in ("store", "export"))
@@ -475,7 +476,7 @@ def test_saving_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     def full(path: Path) -> str:
         raise OSError("disk full")
 
-    monkeypatch.setattr(store, "_hash", full)
+    monkeypatch.setattr(store, "digest", full)
     with pytest.raises(OSError, match="disk full"):
         save(build(), tmp_path / "m")
     with pytest.raises(OSError, match="disk full"):
@@ -540,7 +541,7 @@ def retensor(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 def rehash(path: Path) -> None:
     file = path / "model.safetensors"
-    edit(path, bytes=file.stat().st_size, sha256=store._hash(file))
+    edit(path, bytes=file.stat().st_size, sha256=store.digest(file))
 
 
 def overwrite(path: Path, name: str, change: Callable[[bytes], bytes]) -> None:

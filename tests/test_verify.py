@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from espalier.compact.attention import HeadAttention
+from espalier.compact.examples import random_like
 from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, Sizes, measure
-from espalier.compact.verify import ShrinkError, check, difference, outputs, random_like
+from espalier.compact.verify import ShrinkError, check, difference, outputs
 
 
 class Net(nn.Module):

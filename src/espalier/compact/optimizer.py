@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from espalier.compact.rewrite import Kept, get
+from espalier.compact.rewrite import Kept
+from espalier.compact.trace import get
 from espalier.groupings import partition_of
 from espalier.penalties.base import group_weight
 

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from espalier.compact.attention import HeadAttention
 from espalier.compact.layers import Gather
 from espalier.compact.plan import Plan
-from espalier.compact.trace import Reader, Split, Trace
+from espalier.compact.trace import Reader, Split, Trace, get
 
 
 @dataclass
@@ -82,12 +82,6 @@ def fold(model: nn.Module, reader: Reader, dropped: Tensor, trace: Trace | None 
 def hooked(module: nn.Module) -> bool:
     """Whether a module has hooks, which one in its place would not have."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-def get(model: nn.Module, name: str) -> Tensor:
-    module, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(module), leaf)
-    return found
 
 
 def _assign(model: nn.Module, name: str, value: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from espalier.checks import check_number
+from espalier.compact.examples import cloned, random_like
 from espalier.compact.gather import gather_inputs
 from espalier.compact.layers import Gather, factor
 from espalier.compact.optimizer import carried_over
@@ -19,7 +20,7 @@ from espalier.compact.plan import Plan, plan, shared_folds
 from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, measure
 from espalier.compact.rewrite import Kept, hooked, remove
 from espalier.compact.trace import Trace, Tracer, tensors_in
-from espalier.compact.verify import Difference, ShrinkError, check, cloned, outputs, random_like
+from espalier.compact.verify import Difference, ShrinkError, check, outputs
 
 Inputs: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

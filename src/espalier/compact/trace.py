@@ -206,9 +206,7 @@ class Tracer(TorchFunctionMode):
             self.slot(name, dim, torch.tensor([RIGID]).expand(self.parameter(name).shape[dim]))
 
     def parameter(self, name: str) -> Tensor:
-        module, _, leaf = name.rpartition(".")
-        found: Tensor = getattr(self.model.get_submodule(module), leaf)
-        return found
+        return get(self.model, name)
 
     def slot(self, name: str, dim: int, label: Tensor | None = None) -> Tensor:
         """The units of a parameter along one of its dimensions, joined with those given; new where there are none."""
@@ -220,6 +218,13 @@ class Tracer(TorchFunctionMode):
         elif label is not None:
             units.join(found, label)
         return found
+
+
+def get(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by its name."""
+    module, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(module), leaf)
+    return found
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

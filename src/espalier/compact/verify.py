@@ -7,16 +7,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
-T = TypeVar("T")
+from espalier.compact.examples import call, cloned
 
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
 """Differences that rounding may make, relative to the largest entry of an output."""
 
 
@@ -106,24 +108,6 @@ def settled(*models: nn.Module) -> Iterator[None]:
     finally:
         for m, training in modes:  # not m.train(): models override it
             m.training = training
-
-
-def as_call(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and keyword arguments: inputs are either arguments alone, or the pair of a tuple and a dict."""
-    if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
-        return inputs
-    return inputs, {}
-
-
-def cloned(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs for one run: models write into theirs, by inplace=True."""
-    copied: tuple[Any, ...] = tree_map_only(Tensor, lambda t: t.detach().clone(), inputs)
-    return copied
-
-
-def call(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    args, kwargs = as_call(inputs)
-    return model(*args, **kwargs)
 
 
 def _named(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -294,27 +278,3 @@ def check(dense: nn.Module, small: nn.Module, inputs: Sequence[tuple[Any, ...]],
         more = f"\n  and {len(bad) - 8} more" if len(bad) > 8 else ""
         raise ShrinkError(f"the shrunk model does not compute what the dense one does. {verdict}\n{lines}{more}")
     return found
-
-
-def random_like(inputs: T, seed: int) -> T:
-    """Random inputs like the examples: normal of their mean and deviation; integers and booleans permuted.
-
-    The range of integers is not known, so their own entries are all that can be taken. Single numbers and tensors that
-    hold NaN or Inf, such as masks, stay as they are; a constant tensor gets deviation 1.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(t: Tensor) -> Tensor:
-        t = t.detach()
-        if t.numel() < 2 or (t.is_floating_point() and not t.isfinite().all()):
-            return t.clone()
-        if not t.is_floating_point():
-            order = torch.randperm(t.numel(), generator=generator).to(t.device)
-            return t.flatten()[order].view(t.shape)
-        x = t.cpu().double()
-        std, mean = torch.std_mean(x, correction=0)
-        noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
-        return (mean + noise * (std if x.min() < x.max() else 1.0)).to(t.device, t.dtype)
-
-    drawn: T = tree_map_only(Tensor, draw, inputs)
-    return drawn

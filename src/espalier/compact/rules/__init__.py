@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from espalier.compact.rules.channelwise import along, batch_norm, instance_norm, norm_over, pool, prelu, reduce
-from espalier.compact.rules.common import Arguments, Rule, names
+from espalier.compact.rules.common import Arguments, Rule, Unknown, names
 from espalier.compact.rules.moves import chunk, cut, item, join, move, pad, reshape
 from espalier.compact.rules.pointwise import cast_type, pointwise
 from espalier.compact.rules.products import addmm, attention, conv, conv_transpose, embedding, linear, matmul
@@ -69,9 +69,9 @@ def _note(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     tracer.slotted.clear()
     try:
         if rule is None or "out" in kwargs:
-            raise NotImplementedError
+            raise Unknown
         rule(tracer, name, _by_name(rule, args, kwargs), out)
-    except (NotImplementedError, LookupError, TypeError, ValueError, RuntimeError):
+    except (Unknown, LookupError, TypeError, ValueError, RuntimeError):
         tracer.pin([args, kwargs], f"{name} is not understood, and keeps all channels")
     # a parameter that a rule did not give channels to is used in a way of its own
     for found in {tracer.name(x) for x in given} - tracer.slotted:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.compact.rules.common import Arguments, along_label, checked
+from espalier.compact.rules.common import Arguments, Unknown, along_label, checked
 from espalier.compact.rules.moves import per_channel
 from espalier.compact.rules.products import columns_of
 from espalier.compact.trace import Tracer, varies
@@ -44,7 +44,7 @@ def pool(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     spatial = int(name[-2]) if name[-1] == "d" else x.dim() - 2
     tag = tracer.tag(x)
     if not isinstance(out, Tensor) or tracer.name(x) or any(d >= x.dim() - spatial for d in varies(tag.label)):
-        raise NotImplementedError
+        raise Unknown
     # what is averaged with a border is only the same everywhere where it is zero
     still = (along_label(x, tag.label) == 0).cpu() | (not name.startswith("avg_pool"))
     per_channel(tracer, tag, out, still)

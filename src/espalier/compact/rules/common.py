@@ -13,6 +13,10 @@ Arguments: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[Tracer, str, Arguments, Any], None]
 
 
+class Unknown(Exception):
+    """An operation in a form that has no rule: all channels that it is given stay."""
+
+
 def names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 

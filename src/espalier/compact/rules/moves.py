@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from espalier.compact.rules.common import Arguments, along_label, checked
+from espalier.compact.rules.common import Arguments, Unknown, along_label, checked
 from espalier.compact.trace import Split, Tag, Tracer, shortest, varies
 
 
 def reshape(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x = a["args"][0]
     if not isinstance(out, Tensor) or out.numel() != x.numel() or out.dtype != x.dtype or tracer.name(x):
-        raise NotImplementedError
+        raise Unknown
     tag = tracer.tag(x)
     label = tag.label.reshape(out.shape)
     dims = varies(label)
@@ -38,7 +38,7 @@ def _by_sizes(tracer: Tracer, a: Arguments, out: Tensor, label: Tensor) -> None:
 def move(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x, *rest = a["args"]
     if tracer.name(x):
-        raise NotImplementedError
+        raise Unknown
     tag = tracer.tag(x)
     method = getattr(Tensor, name)
 
@@ -58,7 +58,7 @@ def join(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     if name == "stack":
         tags = [Tag(t.label.unsqueeze(dim), t.constant.unsqueeze(dim)) for t in tags]
     if any(len(varies(t.label)) > 1 and dim in varies(t.label) for t in tags):
-        raise NotImplementedError
+        raise Unknown
     # along other dimensions than the one that is joined the operands' channels are the same
     fronts = [t.label.narrow(dim, 0, 1) for t in tags]
     for front in fronts[1:] if any(dim not in varies(t.label) and varies(t.label) for t in tags) else ():
@@ -79,7 +79,7 @@ def chunk(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     dim = (rest[1] if len(rest) > 1 else a["kwargs"].get("dim", 0)) % x.dim()
     if dim in varies(tag.label):
         if tracer.name(x) or len({y.shape for y in out}) > 1:
-            raise NotImplementedError
+            raise Unknown
         tracer.trace.equal.append([shortest(label).reshape(-1) for label in labels])
     for y, label, constant in zip(out, labels, constants, strict=True):
         tracer.set(y, label, constant)
@@ -91,7 +91,7 @@ def cut(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     dim = a["kwargs"].get("dim", rest[position] if len(rest) > position else 0)
     tag = tracer.tag(x)
     if tracer.name(x) or dim % x.dim() in varies(tag.label):
-        raise NotImplementedError
+        raise Unknown
     method = getattr(Tensor, name)
     labels, constants = (method(t, *rest, **a["kwargs"]) for t in (tag.label, tag.constant))
     pieces = [(out, labels, constants)] if isinstance(out, Tensor) else zip(out, labels, constants, strict=True)
@@ -105,13 +105,13 @@ def item(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     tag = tracer.tag(x)
     plain = all(i is None or i is Ellipsis or (isinstance(i, int | slice) and not isinstance(i, bool)) for i in index)
     if tracer.name(x) or not plain:
-        raise NotImplementedError
+        raise Unknown
     # which dimensions are left whole
     given = [i for i in index if i is not None and i is not Ellipsis]
     ahead = index.index(Ellipsis) - index[: index.index(Ellipsis)].count(None) if Ellipsis in index else len(given)
     each = [*given[:ahead], *[slice(None)] * (x.dim() - len(given)), *given[ahead:]]
     if any(each[d] != slice(None) for d in varies(tag.label)):
-        raise NotImplementedError
+        raise Unknown
     tracer.set(out, tag.label[index], tag.constant[index])
 
 
@@ -120,7 +120,7 @@ def pad(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     tag = tracer.tag(x)
     padded = [x.dim() - 1 - i // 2 for i, n in enumerate(widths) if n]
     if tracer.name(x) or set(padded) & set(varies(tag.label)):
-        raise NotImplementedError
+        raise Unknown
     # what is put around must be the constant itself, whatever the sizes
     same = (along_label(x, tag.label) == (a["value"] or 0.0)).cpu() | ((a["mode"] or "constant") != "constant")
     per_channel(tracer, tag, out, same)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.compact.rules.common import Arguments, along_label, checked, names
+from espalier.compact.rules.common import Arguments, Unknown, along_label, checked, names
 from espalier.compact.trace import Tag, Tracer, shortest, tensors_in, varies
 
 # operands that are zero wherever one of them is
@@ -26,7 +26,7 @@ _ARITHMETIC = (
 def pointwise(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     operands = list(tensors_in([a["args"], a["kwargs"]]))
     if not isinstance(out, Tensor):
-        raise NotImplementedError
+        raise Unknown
     tags = [tracer.tag(x) for x in operands]
     moving = [(x, t, varies(t.label)) for x, t in zip(operands, tags, strict=True) if tracer.tracked(x)]
     leading = next((m for m in moving if m[2]), moving[0] if moving else None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from espalier.compact.rules.common import Arguments
+from espalier.compact.rules.common import Arguments, Unknown
 from espalier.compact.trace import Reader, Tracer, varies
 
 
@@ -145,7 +145,7 @@ def attention(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
         x.dim() - 2 not in varies(t) for x, t in zip((q, k, v), labels, strict=True)
     )
     if not known or (mask is not None and any(n > 1 for n in mask.shape[1:-2])):
-        raise NotImplementedError
+        raise Unknown
     tracer.pin([mask], "attention's mask")
     # a head's queries and keys are read by its outputs, whose channels are those of its values
     per_head = [t.select(-2, 0).reshape(math.prod(q.shape[:-2]), -1) for t in labels]
