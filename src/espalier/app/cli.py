@@ -1,30 +1,32 @@
-"""`espalier demo`: train the README's example."""
+"""The `espalier` command: a problem is one line and exit code 2, never a traceback."""
 
 from __future__ import annotations
 
-import argparse
-import runpy
 import sys
-from importlib.util import find_spec
-
-from espalier import __version__
 
 
 def main() -> None:
-    """The `espalier` command."""
-    parser = argparse.ArgumentParser(
-        prog="espalier", description="Train neural networks that come out exactly structured."
-    )
-    parser.add_argument("--version", action="version", version=f"espalier {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "demo", help="train a small network on scikit-learn's digits until whole input columns are zero"
-    )
-    parser.parse_args()
-    if find_spec("sklearn") is None:
-        sys.exit('espalier demo needs scikit-learn, for its digits: pip install "torch-espalier[app]"')
-    print("Training a 64-256-10 network on 1500 digits, 60 epochs of RAMDA with group lasso ...", flush=True)
-    runpy.run_module("espalier.app.example")
+    """Run the command."""
+    try:
+        from espalier.app.commands import app
+    except ModuleNotFoundError as error:
+        print(f'espalier: {error.name} is missing: pip install "torch-espalier[app]"', file=sys.stderr)
+        sys.exit(2)
+    from espalier.app.errors import Problem, Stopped
+
+    try:
+        app()
+    except Problem as problem:
+        print(f"espalier: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        # a full disk, a directory that may not be written to
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"espalier: {where}{error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+    except Stopped as stopped:
+        print(f"espalier: {stopped}. The same command with --resume goes on from there.", file=sys.stderr)
+        sys.exit(128 + stopped.signal)
 
 
 if __name__ == "__main__":

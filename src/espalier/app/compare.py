@@ -1,0 +1,139 @@
+"""All methods of a recipe, over seeds: the paper's table, beside the paper's own numbers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from espalier.app.loop import train
+from espalier.app.progress import Progress
+from espalier.app.recipe import Recipe, Spread
+from espalier.app.report import write_report
+from espalier.app.run import Job, Run, replacing
+
+LABELS = {
+    "dense": "dense",
+    "ramda": "RAMDA",
+    "rmda": "RMDA",
+    "proxsgd": "ProxSGD",
+    "proxgen": "ProxGen",
+    "proxssi": "ProxSSI",
+}
+STRUCTURES = {
+    "weighted_group_sparsity": "weighted group sparsity",
+    "low_rank_level": "low-rank level",
+    "element_sparsity": "zero weights",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method: its quality and structure over seeds, the paper's, and the time of a step."""
+
+    method: str
+    quality: tuple[float, ...]
+    structure: tuple[float, ...]
+    step_ms: float
+    epoch: float  # at which the numbers were seen, on average
+    paper_quality: Spread | None = None
+    paper_structure: Spread | None = None
+
+
+def picked(run: Run, pick: str) -> dict[str, Any]:
+    """The look that a run's numbers are taken from."""
+    looks = run.looks()
+    if pick == "most-structured":
+        # of equally structured ones the latest
+        return max(looks, key=lambda x: ((x["structured"] or x["weights"]).get("structure", 0.0), x["step"]))
+    return looks[-1]
+
+
+def rows(recipe: Recipe, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
+    """A row for each method, from its finished runs."""
+    made = []
+    for method, finished in runs.items():
+        looks = [picked(run, recipe.methods[method].pick) for run in finished]
+        seen = [look["structured"] or look["weights"] for look in looks]
+        metric = finished[0].facts["metric"]
+        paper = recipe.paper.get(method)
+        made.append(
+            Row(
+                method,
+                tuple(x[metric] for x in seen),
+                tuple(x["structure"] for x in seen if "structure" in x),
+                statistics.median(look["step_ms"] for run in finished for look in run.looks()),
+                statistics.fmean(look["epoch"] for look in looks),
+                paper.quality if paper else None,
+                paper.structure if paper else None,
+            )
+        )
+    return made
+
+
+def spread(values: Sequence[float] | None, digits: int) -> str:
+    """mean ± standard deviation, where there is more than one."""
+    if not values:
+        return "–"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def _paper(values: Spread | None, digits: int) -> str:
+    return "–" if values is None else " ± ".join(f"{v:.{digits}f}" for v in values)
+
+
+def cells(row: Row, digits: int) -> tuple[str, ...]:
+    """The row as text."""
+    return (
+        LABELS.get(row.method, row.method),
+        spread(row.quality, digits),
+        _paper(row.paper_quality, digits),
+        spread(row.structure, 2),
+        _paper(row.paper_structure, 2),
+        f"{row.step_ms:.3g}",
+        str(len(row.quality)),
+    )
+
+
+def table(recipe: Recipe, made: Sequence[Row], metric: str, structure: str) -> Table:
+    """The table to print."""
+    percent = metric == "accuracy"
+    short = "" if recipe.scale == 1 else f", its schedule × {recipe.scale:g}"
+    shown = Table(title=f"{recipe.title}{short}", title_justify="left")
+    shown.add_column("method")
+    for head in (
+        metric + (" %" if percent else ""),
+        "paper",
+        f"{STRUCTURES[structure]} %",
+        "paper",
+        "ms a step",
+        "runs",
+    ):
+        shown.add_column(head, justify="right")
+    for row in made:
+        shown.add_row(*cells(row, 2 if percent or metric == "perplexity" else 4))
+    return shown
+
+
+def train_all(jobs: Sequence[Job], progress: Progress) -> dict[str, list[Run]]:
+    """Train what is not trained yet; the runs of each method."""
+    runs: dict[str, list[Run]] = {}
+    for job in jobs:
+        runs.setdefault(job.method, []).append(train(job, progress, resume=True))
+    return runs
+
+
+def compare_runs(recipe: Recipe, runs: Mapping[str, Sequence[Run]], out: Path) -> tuple[Table, Path]:
+    """Write the comparison and the report into `out`; the table to print, and the report's path."""
+    made = rows(recipe, runs)
+    facts = next(iter(runs.values()))[0].facts
+    with replacing(out / "compare.json") as file:
+        file.write((json.dumps([asdict(row) for row in made], indent=1) + "\n").encode())
+    report = write_report([run.path for each in runs.values() for run in each], out / "report.html")
+    return table(recipe, made, facts["metric"], facts["structure"]), report

@@ -1,0 +1,165 @@
+"""What a run delivers: the model at the structured point, then the smaller model that computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import espalier
+from espalier.app.data import open_data
+from espalier.app.errors import Problem
+from espalier.app.look import Looker, at_structured_point
+from espalier.app.recipe import Recipe, parse
+from espalier.app.run import Run, read, replacing
+from espalier.app.tasks import Task, build, open_task
+from espalier.compact.report import measure
+
+
+def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
+    """Write the model as it stands at the structured point, its structure, and inputs to call it with."""
+    with at_structured_point(looker.optimizer, looker.model, looker.task, looker.seed):
+        if not accelerator.is_main_process:
+            return
+        if looker.monitor is not None:
+            layers = espalier.structure(looker.optimizer).layers
+            run.write_json("structure.json", [{**asdict(x), "elements": x.elements} for x in layers])
+        with replacing(run.path / "examples.pt") as file:
+            torch.save([None if x is None else x.cpu() for x in looker.task.examples()], file)
+        with replacing(run.model) as file:
+            safetensors.torch.save_model(looker.model, file.name)
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A finished run, its model as delivered and inputs to call that with, on the CPU and in eval mode."""
+
+    run: Run
+    recipe: Recipe
+    model: nn.Module
+    examples: tuple[Any, ...]
+
+    def build(self) -> nn.Module:
+        """The model's code, with fresh weights."""
+        return build(self.recipe, self.run.facts["data"])
+
+    def task(self, data: Path | None, hub: bool = False) -> Task:
+        """The run's task on its data, to evaluate with."""
+        wanted, device = self.recipe.data, torch.device("cpu")
+        opened = open_data(wanted.name, data, device=device, hub=hub, holdout=wanted.holdout, options=wanted.options)
+        return open_task(self.recipe, opened, device)
+
+    @property
+    def shrunk(self) -> Path:
+        return self.run.path / "shrunk"
+
+
+def open_delivered(path: Path) -> Delivered:
+    """The delivered model of a run's directory."""
+    run = read(path)
+    if not run.model.exists():
+        raise Problem(f"{path} has delivered no model yet: finish its training with --resume")
+    raw = {k: v for k, v in run.facts["settings"].items() if k not in ("recipe", "method", "seed")}
+    recipe = parse({"title": run.facts["title"], **raw}, str(path / "run.json"))
+    model = build(recipe, run.facts["data"])
+    try:
+        safetensors.torch.load_model(model, str(run.model))
+        examples = torch.load(path / "examples.pt", weights_only=True)
+    except Exception as error:
+        raise Problem(f"can't read the model of {path}: {' '.join(str(error).split())[:200]}") from error
+    return Delivered(run, recipe, model.eval(), tuple(examples))
+
+
+def shrink_run(
+    path: Path,
+    *,
+    data: Path | None = None,
+    hub: bool = False,
+    gather: Literal["auto", "always", "never"] = "auto",
+    align: int = 1,
+) -> espalier.Shrunk:
+    """Shrink a run's model, save it beside, and write the table of dense, structured and shrunk.
+
+    Where the data are at hand both models are evaluated on them; elsewhere the table has what training saw.
+    """
+    found = open_delivered(path)
+    try:
+        shrunk = espalier.shrink(found.model, found.examples, gather=gather, align=align)
+    except espalier.ShrinkError as error:
+        raise Problem(f"{path} can't be shrunk: {error}") from error
+    espalier.save(shrunk.model, found.shrunk)
+    metric = found.run.facts["metric"]
+    task = _task(found, data, hub)
+    dense = _dense_beside(found.run)
+    rows = [] if dense is None else [_dense_row(dense, shrunk.model)]
+    last = found.run.delivered
+    for name, model, sizes in (
+        ("structured", found.model, shrunk.report.dense),
+        ("shrunk", shrunk.model.eval(), shrunk.report.small),
+    ):
+        seen = last.get(metric) if name == "structured" else None
+        quality = task.evaluate(model)[metric] if task else seen
+        structure = last.get("structure") if name == "structured" else None
+        rows.append(_row(name, quality, structure, sizes.parameters, sizes.bytes, sizes.ms))
+    difference = shrunk.report.difference and shrunk.report.difference.largest
+    found.run.write_json("shrunk.json", {"rows": rows, "difference": difference, "device": "cpu"})
+    return shrunk
+
+
+def _task(found: Delivered, data: Path | None, hub: bool) -> Task | None:
+    """The run's task: on the data that are named now, or on those it was trained with, where they still are."""
+    if data is not None or hub:
+        return found.task(data, hub)
+    recorded = found.run.facts.get("data_root")
+    try:
+        return found.task(None if recorded is None else Path(recorded))
+    except Problem:
+        return None
+
+
+def _row(
+    name: str, quality: float | None, structure: float | None, parameters: int, size: int, latency: float | None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "quality": quality,
+        "structure": structure,
+        "parameters": parameters,
+        "bytes": size,
+        "latency_ms": latency,
+    }
+
+
+def _dense_beside(run: Run) -> Run | None:
+    """A finished dense run of the same recipe in the directory beside, of the same seed if there is one."""
+    found = []
+    for path in sorted(run.path.resolve().parent.glob("*/run.json")):
+        other = read(path.parent)
+        facts = other.facts
+        if other.finished and facts["recipe"] == run.facts["recipe"] and facts["method"] == "dense":
+            found.append(other)
+    return min(found, key=lambda r: r.facts["seed"] != run.facts["seed"], default=None)
+
+
+def _dense_row(dense: Run, small: nn.Module) -> dict[str, Any]:
+    found = open_delivered(dense.path)
+    sizes = measure(found.model, small, (found.examples, {})).dense
+    quality = dense.delivered.get(dense.facts["metric"])
+    return _row("dense", quality, None, sizes.parameters, sizes.bytes, sizes.ms)
+
+
+def export_run(path: Path, out: Path | None, format: str) -> tuple[Path, bool]:
+    """Export a run's shrunk model, or where it was not shrunk the structured one; where to, and whether shrunk."""
+    found = open_delivered(path)
+    shrunk = found.shrunk.exists()
+    try:
+        model = espalier.load(found.shrunk, found.build) if shrunk else found.model
+        where = espalier.export(model, out or path / f"model.{format}", found.examples, format=format)
+    except (RuntimeError, ValueError, ImportError, OSError) as error:
+        raise Problem(f"{path} can't be exported as {format}: {' '.join(str(error).split())[:300]}") from error
+    return where, shrunk

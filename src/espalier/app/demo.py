@@ -1,0 +1,74 @@
+"""`espalier demo`: a dense network and a structured one side by side, and the small one that is in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from espalier.app import recipe
+from espalier.app.deliver import shrink_run
+from espalier.app.errors import Problem
+from espalier.app.loop import train
+from espalier.app.progress import Display
+from espalier.app.report import write_report
+from espalier.app.run import Job
+
+RECIPE = "digits"
+METHODS = ("dense", "ramda")
+
+
+def run_demo(console: Console, out: Path) -> None:
+    """Train both, shrink the structured one, and show what that gives."""
+    _clear(out)
+    digits = recipe.load(RECIPE)
+    console.print(
+        "Two networks of one shape learn scikit-learn's handwritten digits: one dense, by AdamW, and one by RAMDA "
+        "with group lasso, which drives whole input channels to exactly zero. Then the zeros are taken out.\n"
+    )
+    with Display(console) as progress:
+        for method in METHODS:
+            train(Job(RECIPE, digits.only(method), method, 0, out / method, command="espalier demo"), progress)
+    structured = out / "ramda"
+    with console.status("Shrinking the structured network, and checking that it computes the same ..."):
+        shrunk = shrink_run(structured)
+    found = json.loads((structured / "shrunk.json").read_text(encoding="utf-8"))
+    console.print()
+    console.print(_table(found["rows"]))
+    console.print(
+        f"The shrunk network computes what the structured one does: {shrunk.report.difference}.\n"
+        f"It is saved in {structured / 'shrunk'}.\n"
+        f"[bold]Report: {write_report([out / m for m in METHODS], out / 'report.html')}[/]",
+        soft_wrap=True,
+    )
+
+
+def _clear(out: Path) -> None:
+    """Make way where an earlier demo was, and nowhere else."""
+    if not out.exists():
+        return
+    known = {*METHODS, "report.html"}
+    if not out.is_dir() or {p.name for p in out.iterdir()} - known:
+        raise Problem(f"{out} holds something else than a demo: name another directory with --out")
+    shutil.rmtree(out)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table("network")
+    for head in ("accuracy", "zero channels", "parameters", "size", "latency"):
+        shown.add_column(head, justify="right")
+    whole = rows[0]["parameters"]
+    for row in rows:
+        shown.add_row(
+            row["name"],
+            f"{row['quality']:.1f} %",
+            "–" if row["structure"] is None else f"{row['structure']:.1f} %",
+            f"{row['parameters']:,} ({row['parameters'] / whole:.0%})",
+            f"{row['bytes'] / 1024:.1f} KiB",
+            "–" if row["latency_ms"] is None else f"{row['latency_ms']:.2f} ms",
+        )
+    return shown

@@ -1,0 +1,15 @@
+"""What a person can mend."""
+
+from __future__ import annotations
+
+
+class Problem(Exception):
+    """One clear line: what is wrong, what was expected and the way out. The command prints it and exits with 2."""
+
+
+class Stopped(Exception):
+    """A run was asked to stop by a signal, and has written its checkpoint."""
+
+    def __init__(self, signal: int, step: int) -> None:
+        super().__init__(f"stopped at step {step}, checkpoint written")
+        self.signal = signal

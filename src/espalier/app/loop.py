@@ -1,0 +1,219 @@
+"""The training loop: train, look, save, and go on from there."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.tensorboard import SummaryWriter
+
+from espalier.app import checkpoint
+from espalier.app.checkpoint import Position
+from espalier.app.data import Order, open_data
+from espalier.app.deliver import deliver
+from espalier.app.errors import Problem, Stopped
+from espalier.app.look import MEASURES, Looker
+from espalier.app.machine import Signals, clock, make_accelerator
+from espalier.app.methods import make_optimizer, make_schedule
+from espalier.app.progress import Progress, Silent
+from espalier.app.run import Job, Run, begin, environment
+from espalier.app.tasks import open_task
+
+
+def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
+    """Train a job to its end, and deliver the model at the structured point.
+
+    With `resume`, go on from the last checkpoint, if there is one. Ctrl-C and SIGTERM write one and raise `Stopped`.
+    """
+    accelerator = make_accelerator(job)
+    run = begin(job, resume=resume)
+    accelerator.wait_for_everyone()  # nobody writes before all have looked
+    if run.finished:
+        progress.say(f"{job.out} is finished already.")
+        return run
+    return _Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
+
+
+class _Training:
+    """Everything that a run consists of, built from its job."""
+
+    def __init__(self, job: Job, run: Run, accelerator: Accelerator, progress: Progress) -> None:
+        self.job, self.run, self.accelerator, self.progress = job, run, accelerator, progress
+        self.recipe, self.device = job.recipe, accelerator.device
+        self.shard = {"rank": accelerator.process_index, "world": accelerator.num_processes}
+        set_seed(job.seed)
+        wanted = self.recipe.data
+        self.data = open_data(
+            wanted.name, job.data, device=self.device, hub=job.hub, holdout=wanted.holdout, options=wanted.options
+        )
+        self.task = open_task(self.recipe, self.data, self.device, **self.shard)
+        # a batch is computed in this many parts; an epoch has this many of those
+        self.part = self.recipe.batch // self.recipe.accumulate
+        self.parts = self.data.train.steps(self.part, self.shard["world"])
+        self.plan = self.recipe.plan(max(1, self.parts // self.recipe.accumulate))
+
+        self.model = self.task.build().train()
+        self.optimizer = make_optimizer(self.recipe, job.of, self.model, self.plan)
+        self.schedule = make_schedule(self.recipe, job.of, self.optimizer, self.plan)
+        self.looker = Looker(self.task, self.model, self.optimizer, job.seed)
+        if self.recipe.compile:
+            self.model.compile()
+        # the optimizer's state is where it belongs already
+        self.net, self.stepper = accelerator.prepare(self.model, self.optimizer, device_placement=[True, False])
+        self.stateful: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "looker": self.looker,
+        }
+        if accelerator.scaler is not None:
+            self.stateful["scaler"] = accelerator.scaler
+
+        self.at = Position()
+        if run.checkpoint.exists():
+            self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
+        self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
+        self.board: SummaryWriter | None = None
+
+    def go(self) -> Run:
+        """From wherever the run is to its end."""
+        at, plan, accelerator = self.at, self.plan, self.accelerator
+        self._announce()
+        self.saved = time.monotonic()
+        self.since = clock(self.device)
+        with Signals() as signals:
+            while at.step < plan.total:
+                order = Order(self.job.seed, at.epoch)
+                for batch in self.data.train.batches(self.part, order=order, first=at.batch, **self.shard):
+                    loss = self._step(batch)
+                    at.batch += 1
+                    at.batches += 1
+                    if not accelerator.sync_gradients:
+                        continue
+                    at.step += 1
+                    self.progress.step(at.step, loss)
+                    if at.step % plan.period == 0 or at.step == plan.total:
+                        self._look()
+                    if at.step == plan.total:  # no restart after the last step: it would end the structured point
+                        break
+                    self.schedule.step()
+                    if asked := signals.asked(accelerator, at.step):
+                        self._save()
+                        raise Stopped(asked, at.step)
+                    if time.monotonic() - self.saved >= 60 * self.recipe.save_minutes:
+                        self._save()
+                else:
+                    at.epoch, at.batch = at.epoch + 1, 0
+        self._finish()
+        return self.run
+
+    def _step(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """One batch, or a part of it, and after the last part the optimizer's step."""
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.net):
+            with accelerator.autocast():
+                loss, self.at.carry = self.task.loss(self.net, batch, self.at.carry)
+            accelerator.backward(loss)
+            if self.recipe.clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+            self.stepper.step()
+            self.stepper.zero_grad()
+        self.loss += loss.detach()
+        return loss
+
+    def _look(self) -> None:
+        """Evaluate the weights and the structured point, and write down what is seen."""
+        at = self.at
+        self._count_time()
+        look = {
+            "step": at.step,
+            "epoch": at.epoch + at.batch / self.parts,
+            "seconds": at.seconds,
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "train_loss": float(self.accelerator.reduce(self.loss.clone(), "mean")) / at.batches,
+            "step_ms": 1000 * at.period / max(1, at.batches // self.recipe.accumulate),
+            **self.looker.look(),
+        }
+        _check_finite(look, self.job)
+        at.batches, at.period = 0, 0.0
+        self.loss.zero_()
+        if self.board is not None:
+            self.run.add(look)
+            for kind in ("weights", "structured"):
+                for name, value in (look[kind] or {}).items():
+                    self.board.add_scalar(f"{name}/{kind}", value, at.step)
+            for name in ("train_loss", "lr", "step_ms", "flipped"):
+                if name in look:
+                    self.board.add_scalar(name, look[name], at.step)
+        self.progress.look(look)
+        self.since = clock(self.device)
+
+    def _count_time(self) -> None:
+        now = clock(self.device)
+        self.at.seconds += now - self.since
+        self.at.period += now - self.since
+        self.since = now
+
+    def _save(self) -> None:
+        self._count_time()
+        self.at.loss = float(self.loss)
+        checkpoint.save(self.run.checkpoint, self.accelerator, self.at, self.stateful)
+        self.saved, self.since = time.monotonic(), clock(self.device)
+
+    def _announce(self) -> None:
+        """Say what begins, to the person and in run.json."""
+        job, recipe, plan, task = self.job, self.recipe, self.plan, self.task
+        momentum = self.optimizer.param_groups[0].get("momentum")
+        if job.of.momentum is not None and momentum != job.of.momentum:
+            self.progress.say(
+                f"momentum {momentum:g} instead of {job.of.momentum:g}, so that c has grown to 1 before the last "
+                "quarter of the last stage"
+            )
+        if self.accelerator.is_main_process:
+            paper = recipe.paper.get(job.method)
+            self.run.forget_after(self.at.step)
+            self.run.update(
+                recipe=job.name,
+                title=recipe.title,
+                method=job.method,
+                seed=job.seed,
+                status="running",
+                metric=task.metric,
+                better=task.better,
+                structure=MEASURES[recipe.penalty],
+                paper=paper and {k: v[0] for k, v in paper if v},
+                settings=job.settings,
+                environment=environment(self.device, self.shard["world"]),
+                command=job.command,
+                data=dict(self.data.facts),
+                data_root="hub" if job.hub else job.data and str(job.data),
+                total_steps=plan.total,
+                milestones=plan.milestones,
+                momentum=momentum,
+            )
+            self.board = SummaryWriter(self.run.path / "tensorboard", purge_step=self.at.step + 1)
+        self.progress.begin(job, self.data, plan.total, self.at.step, task.metric)
+
+    def _finish(self) -> None:
+        """Write the model as it is delivered, and the last checkpoint."""
+        self._save()
+        deliver(self.run, self.accelerator, self.looker)
+        if self.board is not None:
+            self.board.close()
+            self.run.update(status="finished", seconds=self.at.seconds)
+        self.accelerator.wait_for_everyone()
+
+
+def _check_finite(look: dict[str, Any], job: Job) -> None:
+    """Refuse to go on with a run that has diverged."""
+    values = {"train_loss": look["train_loss"], **look["weights"], **(look["structured"] or {})}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            smaller = f"--set methods.{job.method}.lr={job.of.lr / 3:.1g}"
+            raise Problem(
+                f"{name} is {value} at step {look['step']}: training has diverged. Try a smaller lr, {smaller}"
+            )

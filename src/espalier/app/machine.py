@@ -1,0 +1,100 @@
+"""The machine a run is on: its device and processes, its clock, its signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import patch_environment
+
+from espalier.app.errors import Problem
+from espalier.app.run import Job
+
+AGREE_EVERY = 10  # steps between two looks at whether any process was asked to stop
+
+
+def make_accelerator(job: Job) -> Accelerator:
+    """Accelerate on the device that was asked for; a process may make several, one after the other."""
+    device = find_device(job.device)
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1  # then each process has its own device
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, which cuDNN's convolutions use by themselves
+        if not launched:
+            torch.cuda.set_device(device)
+    fp16_on_cpu = device.type == "cpu" and job.recipe.mixed_precision == "fp16"  # which Accelerate refuses
+    AcceleratorState._reset_state(reset_partial_state=not launched)
+    with patch_environment(**({} if launched else {"accelerate_torch_device": str(device)})):
+        return Accelerator(
+            mixed_precision="no" if fp16_on_cpu else job.recipe.mixed_precision,
+            gradient_accumulation_steps=job.recipe.accumulate,
+            cpu=device.type == "cpu",
+        )
+
+
+def find_device(asked: str) -> torch.device:
+    """The device of this name; "auto" is the GPU where there is one."""
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        raise Problem(f"--device {asked}: no such kind of device; take cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Problem(f"--device {asked}: {torch.cuda.device_count()} GPUs are visible to torch here; try --device cpu")
+    if device.type not in ("cpu", "cuda") and not getattr(torch, device.type).is_available():
+        raise Problem(f"--device {asked}: torch finds none here; try --device cpu")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def is_main() -> bool:
+    """Whether this process is the only one, or the first of those that `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, after what the device has been asked for is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Signals:
+    """Ctrl-C and SIGTERM, kept until the loop asks. A second one acts at once."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        try:
+            self.before = {s: signal.signal(s, self._keep) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: whoever runs us there has the signals
+            self.before = {}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._back()
+
+    def asked(self, accelerator: Accelerator, step: int) -> int:
+        """The signal that any of the processes has seen, or 0; all get the same answer."""
+        if accelerator.num_processes == 1:
+            return self.seen
+        if step % AGREE_EVERY:
+            return 0
+        seen = torch.tensor([self.seen], device=accelerator.device)
+        return int(accelerator.gather(seen).max())
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        self.seen = number
+        self._back()
+
+    def _back(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.before = {}

@@ -1,0 +1,82 @@
+"""A method's settings made into an optimizer and its schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import espalier
+from espalier.app.recipe import DUAL_AVERAGING, Method, Plan, Recipe, Solver
+from espalier.optim.base import StructuredOptimizer
+
+PENALTIES: dict[str, Callable[[float], espalier.Penalty]] = {
+    "group-lasso": espalier.GroupLasso,
+    "nuclear-norm": espalier.NuclearNorm,
+    "l1": espalier.L1,
+}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "ramda": espalier.RAMDA,
+    "rmda": espalier.RMDA,
+    "proxsgd": espalier.ProxSGD,
+    "proxgen": espalier.ProxGen,
+    "proxssi": espalier.ProxSSI,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+class Schedule(Protocol):
+    """What the loop asks of a schedule."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan) -> Optimizer:
+    """The optimizer, its penalty on the model's weights."""
+    kind = OPTIMIZERS[method.optimizer]
+    options: dict[str, Any] = {"lr": method.lr}
+    if method.momentum is not None:
+        averages = method.optimizer in DUAL_AVERAGING
+        options["momentum"] = plan.momentum(method.momentum) if averages else method.momentum
+    if method.eps is not None:
+        options["eps"] = method.eps
+    if method.weight_decay:
+        options["weight_decay"] = method.weight_decay
+    if not issubclass(kind, StructuredOptimizer):
+        if any(p.is_cuda for p in model.parameters()):
+            options["fused"] = True
+        return kind(model.parameters(), **options)
+    if method.solver != Solver():
+        options["solver"] = _solver(method.solver)
+    rules = [espalier.Rule(name, penalty=None) for name in recipe.unpenalised]
+    groups = espalier.regularize(model, PENALTIES[recipe.penalty](method.lam), rules=rules)
+    return kind(groups, **options)
+
+
+def _solver(settings: Solver) -> str | espalier.Solver:
+    if settings.name != "pg":
+        return settings.name
+    limits: dict[str, Any] = {"max_iters": settings.max_iters, "rtol": settings.rtol}
+    return espalier.ProximalGradient(**{k: v for k, v in limits.items() if v is not None})
+
+
+def make_schedule(recipe: Recipe, method: Method, optimizer: Optimizer, plan: Plan) -> Schedule:
+    """The schedule, stepped once after each optimizer step."""
+    if isinstance(optimizer, StructuredOptimizer) and optimizer.anchored:
+        return espalier.StagewiseRestart(optimizer, plan.milestones, recipe.gamma, total_steps=plan.total)
+    shapes: dict[str, Callable[[int], float]] = {
+        "stages": lambda step: recipe.gamma ** sum(step >= m for m in plan.milestones),
+        "cosine": lambda step: 0.5 * (1 + math.cos(math.pi * step / plan.total)),
+        "linear": lambda step: 1 - step / plan.total,
+        "constant": lambda step: 1.0,
+    }
+    return LambdaLR(optimizer, shapes[method.schedule])

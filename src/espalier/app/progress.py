@@ -1,0 +1,96 @@
+"""How a run goes, for the person who watches."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from torch import Tensor
+
+from espalier.app.data import Data
+from espalier.app.run import Job
+
+SHOW_EVERY = 0.25  # seconds: reading the loss waits for the device
+PRINT_EVERY = 10.0  # seconds, where there is no terminal to draw on
+
+
+class Progress(Protocol):
+    """Who is told how a run goes."""
+
+    def begin(self, job: Job, data: Data, total: int, at: int, metric: str) -> None: ...
+    def step(self, step: int, loss: Tensor) -> None: ...
+    def look(self, look: dict[str, Any]) -> None: ...
+    def say(self, line: str) -> None: ...
+
+
+class Silent:
+    """Tells nobody."""
+
+    def begin(self, job: Job, data: Data, total: int, at: int, metric: str) -> None: ...
+    def step(self, step: int, loss: Tensor) -> None: ...
+    def look(self, look: dict[str, Any]) -> None: ...
+    def say(self, line: str) -> None: ...
+
+
+class Display:
+    """Bars with loss, quality and structure in a terminal; a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+        )
+        self.bars = Bars(*columns, console=console, disable=not console.is_terminal)
+        self.task: TaskID | None = None
+        self.name, self.metric, self.total = "", "", 0
+        self.loss = self.seen = ""
+        self.shown = self.printed = 0.0
+
+    def __enter__(self) -> Display:
+        self.bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.bars.stop()
+
+    def begin(self, job: Job, data: Data, total: int, at: int, metric: str) -> None:
+        self.name, self.metric, self.total = f"{job.method}, seed {job.seed}", metric, total
+        self.loss = self.seen = ""
+        self.printed = time.monotonic()
+        size = f"{data.facts['train']:,} to train on" if "train" in data.facts else ""
+        going_on = f", going on from step {at}" if at else ""
+        self.say(f"{job.recipe.title}: {job.method}, {total:,} steps, {size}{going_on} → {job.out}")
+        self.task = self.bars.add_task(self.name, total=total, completed=at, state="")
+
+    def step(self, step: int, loss: Tensor) -> None:
+        now = time.monotonic()
+        if self.task is None or (now - self.shown < SHOW_EVERY and step < self.total):
+            return
+        self.shown = now
+        self.loss = f"loss {float(loss.detach()):.3f}"
+        self.bars.update(self.task, completed=step, state=f"{self.loss} {self.seen}")
+
+    def look(self, look: dict[str, Any]) -> None:
+        measured = look["structured"] or look["weights"]
+        sign = " %" if self.metric == "accuracy" else ""
+        self.seen = f"{self.metric} {measured[self.metric]:.4g}{sign}"
+        if "structure" in measured:
+            self.seen += f", structured {measured['structure']:.1f} %"
+        if self.task is not None:
+            self.bars.update(self.task, state=f"{self.loss} {self.seen}")
+        now = time.monotonic()
+        if not self.console.is_terminal and (now - self.printed > PRINT_EVERY or look["step"] == self.total):
+            self.printed = now
+            done = f"step {look['step']} of {self.total}"
+            self.console.print(f"  {self.name}: {done}, loss {look['train_loss']:.3f}, {self.seen}", highlight=False)
+
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)

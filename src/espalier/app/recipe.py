@@ -1,0 +1,286 @@
+"""A recipe: one task with the settings of every method, read from YAML and checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from espalier.app.errors import Problem
+from espalier.app.models import MODELS
+from espalier.optim.dual_averaging import ramp_length
+
+STRUCTURED = ("ramda", "rmda", "proxsgd", "proxgen", "proxssi")
+DUAL_AVERAGING = ("ramda", "rmda")
+WITH_MOMENTUM = (*DUAL_AVERAGING, "proxsgd", "sgd")  # the others have Adam's betas
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=0)]
+# mean, and standard deviation where there is one
+Spread = Annotated[tuple[float, ...], Field(min_length=1, max_length=2)]
+
+
+class Strict(BaseModel):
+    """Knows its keys, and does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Named(BaseModel):
+    """A name, and the options of what it names beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Model(Named):
+    """A network of `espalier.app.models`; options that its data knows (classes, vocabulary) may be left out."""
+
+    @model_validator(mode="after")
+    def _known(self) -> Model:
+        builder = MODELS.get(self.name)
+        if builder is None:
+            raise ValueError(f"no model {self.name!r}{nearest(self.name, MODELS)}")
+        unknown(self.options, inspect.signature(builder).parameters, f"option of the model {self.name}")
+        return self
+
+
+class DataSet(Named):
+    """A data set of `espalier.app.data`, and the share of its training examples to hold out for tuning."""
+
+    holdout: Share = 0.0
+
+
+class Solver(Strict):
+    """How the subproblem is solved; `auto` is exact wherever that is possible."""
+
+    name: Literal["auto", "exact", "pg", "newton", "dr"] = "auto"
+    max_iters: PositiveInt | None = None
+    rtol: Weight | None = None
+
+    @model_validator(mode="after")
+    def _takes_limits(self) -> Solver:
+        if self.name != "pg" and (self.max_iters, self.rtol) != (None, None):
+            raise ValueError("max_iters and rtol are the options of the solver pg")
+        return self
+
+
+class Method(Strict):
+    """One optimizer with its settings."""
+
+    optimizer: Literal["ramda", "rmda", "proxsgd", "proxgen", "proxssi", "sgd", "adam", "adamw"]
+    lr: PositiveFloat
+    lam: Weight = 0.0
+    momentum: Share | None = None
+    eps: PositiveFloat | None = None
+    weight_decay: Weight = 0.0
+    schedule: Literal["stages", "cosine", "linear", "constant"] = "stages"
+    solver: Solver = Solver()
+    # which look at the run its table shows: the last, or the most structured one, as the paper does on MNIST
+    pick: Literal["last", "most-structured"] = "last"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Method:
+        name = self.optimizer
+        if self.lam and name not in STRUCTURED:
+            raise ValueError(f"{name} has no penalty, so lam must be 0")
+        if self.momentum is not None and name not in WITH_MOMENTUM:
+            raise ValueError(f"{name} has no momentum (it has Adam's betas, 0.9 and 0.999)")
+        if self.eps is not None and name in ("rmda", "proxsgd", "sgd"):
+            raise ValueError(f"{name} has no eps")
+        if self.weight_decay and name in ("ramda", "rmda", "proxsgd"):
+            raise ValueError(f"{name} has no weight decay")
+        if self.schedule != "stages" and name in DUAL_AVERAGING:
+            raise ValueError(f"{name} goes by stages: its restarts and the growth of c belong to them")
+        return self
+
+
+class Paper(Strict):
+    """What the paper reports for one method."""
+
+    quality: Spread
+    structure: Spread | None = None
+
+
+class Recipe(Strict):
+    """One task: model, data, schedule, and the settings of every method."""
+
+    title: str
+    task: Literal["classification", "language", "speech", "masked-images"]
+    model: Model
+    data: DataSet
+    batch: PositiveInt
+    eval_batch: PositiveInt | None = None
+    length: PositiveInt
+    unit: Literal["epochs", "steps"] = "epochs"  # of length, milestones and evaluate_every
+    milestones: list[PositiveInt] = []
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    scale: PositiveFloat = 1.0  # shortens length and milestones together
+    penalty: Literal["group-lasso", "nuclear-norm", "l1"] = "group-lasso"
+    unpenalised: list[str] = []  # names of modules, with * and ?
+    methods: dict[str, Method] = Field(min_length=1)
+    paper: dict[str, Paper] = {}
+    label_smoothing: Share = 0.0
+    mask_ratio: Share = 0.6
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    accumulate: PositiveInt = 1  # batches of batch / accumulate before each step
+    clip: PositiveFloat | None = None  # of the gradient's norm
+    compile: bool = False
+    evaluate_every: PositiveInt = 1
+    recalibrate: PositiveInt = 20  # batches that batch norm's statistics of the structured point are taken from
+    save_minutes: Weight = 2.0  # between two checkpoints
+
+    @model_validator(mode="before")
+    @classmethod
+    def _optimizer_of_its_name(cls, raw: Any) -> Any:
+        methods = raw.get("methods") if isinstance(raw, dict) else None
+        if not isinstance(methods, dict):
+            return raw
+        named = {k: {"optimizer": k, **v} if isinstance(v, dict) and k in STRUCTURED else v for k, v in methods.items()}
+        return {**raw, "methods": named}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Recipe:
+        if sorted(set(self.milestones)) != self.milestones or self.milestones[-1:] >= [self.length]:
+            raise ValueError(f"milestones must increase and end before the length {self.length}: {self.milestones}")
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch {self.batch} can't be cut into accumulate = {self.accumulate} equal parts")
+        unknown(self.paper, self.methods, "method (in paper)")
+        return self
+
+    def only(self, method: str) -> Recipe:
+        """The recipe with one method, which is what a run is made from."""
+        if method not in self.methods:
+            raise Problem(f"the recipe has no method {method!r}{nearest(method, self.methods)}")
+        paper = {k: v for k, v in self.paper.items() if k == method}
+        return self.model_copy(update={"methods": {method: self.methods[method]}, "paper": paper})
+
+    def plan(self, steps_per_epoch: int) -> Plan:
+        """The schedule in optimizer steps, scaled."""
+        unit = 1 if self.unit == "steps" else steps_per_epoch
+        total, *milestones = (max(1, round(n * self.scale * unit)) for n in (self.length, *self.milestones))
+        if sorted(set(milestones)) != milestones or milestones[-1:] >= [total]:
+            raise Problem(f"scale {self.scale:g} leaves no step between two of the milestones: make it larger")
+        return Plan(total, tuple(milestones), min(total, self.evaluate_every * unit))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When what happens, in optimizer steps."""
+
+    total: int
+    milestones: tuple[int, ...]
+    period: int
+
+    def momentum(self, wanted: float) -> float:
+        """A momentum with which c reaches 1 before the last quarter of the last stage: the wanted one, where that does.
+
+        c grows as c√i, which takes (1/c)² steps; a shortened schedule may have fewer.
+        """
+        last = self.total - (self.milestones[-1] if self.milestones else 0)
+        room = max(1, 3 * last // 4)
+        return wanted if ramp_length(1 - wanted) <= room else math.floor((1 - 1 / math.sqrt(room)) * 1e4) / 1e4
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of an error line: the nearest known name, or all of them."""
+    listed = list(names)
+    close = difflib.get_close_matches(name, listed, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else f" (there are: {', '.join(listed)})"
+
+
+def unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise on the first name that is not known."""
+    listed = list(known)
+    for name in given:
+        if name not in listed:
+            raise ValueError(f"no {what} is called {name!r}{nearest(name, listed)}")
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    folder = resources.files("espalier.app") / "recipes"
+    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+
+
+def text(name: str) -> str:
+    """The YAML of a recipe that comes with the package, or of a file."""
+    if name.endswith((".yaml", ".yml")):
+        try:
+            return Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise Problem(f"can't read the recipe {name}: {getattr(error, 'strerror', error)}") from None
+    if name not in names():
+        raise Problem(f"no recipe {name!r}{nearest(name, names())}; a file of your own ends in .yaml")
+    return (resources.files("espalier.app") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def load(name: str, changes: Iterable[str] = ()) -> Recipe:
+    """A recipe by name or file, with `key=value` changes; a dotted key reaches inside."""
+    try:
+        raw = yaml.safe_load(text(name))
+    except yaml.YAMLError as error:
+        raise Problem(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise Problem(f"{name} is no recipe: it must hold keys and values, such as title: ...")
+    for change in changes:
+        key, sign, value = change.partition("=")
+        if not sign or not key:
+            raise Problem(f"--set {change}: write key=value, such as --set scale=0.1")
+        _put(raw, key, value)
+    return parse(raw, name)
+
+
+def parse(raw: Mapping[str, Any], name: str) -> Recipe:
+    """The recipe that plain values make, or a Problem that names the first wrong one."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise Problem(f"{name}: {_first(error)}") from None
+
+
+def _put(raw: dict[str, Any], dotted: str, value: str) -> None:
+    at = raw
+    *path, last = dotted.split(".")
+    for i, key in enumerate(path):
+        inner = at.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise Problem(f"--set {dotted}={value}: {'.'.join(path[: i + 1])} is a plain value, with nothing inside")
+        at = inner
+    try:
+        at[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise Problem(f"--set {dotted}={value}: the value is not YAML") from None
+
+
+def _first(error: ValidationError) -> str:
+    """One line for the first thing that is wrong."""
+    found = error.errors()[0]
+    where = ".".join(map(str, found["loc"]))
+    message = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        return f"no key is called {where!r}{nearest(str(found['loc'][-1]), _keys(found['loc']))}"
+    if found["type"] == "missing":
+        return f"the key {where!r} is missing"
+    if found["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}={found['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _keys(loc: tuple[int | str, ...]) -> Iterable[str]:
+    """The keys that are known at the place of an unknown one."""
+    inner: dict[str, type[Strict]] = {"methods": Method, "paper": Paper}
+    kind = inner.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe
+    return (Solver if "solver" in loc[:-1] else kind).model_fields

@@ -1,0 +1,221 @@
+"""What a run directory holds, read and checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from espalier.app.errors import Problem
+
+T = TypeVar("T")
+
+
+class Part(BaseModel):
+    """A piece of a run directory: it does not change, and what a newer version adds is let pass."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Paper(Part):
+    """What the paper reports for this method, in the units of the run."""
+
+    quality: float | None = None
+    structure: float | None = None
+
+
+class Info(Part):
+    """`run.json`."""
+
+    recipe: str
+    title: str
+    method: str
+    seed: int
+    status: Literal["finished", "stopped", "running"]
+    metric: Literal["accuracy", "perplexity", "loss"]
+    better: Literal["max", "min"]
+    structure: Literal["weighted_group_sparsity", "low_rank_level"]
+    settings: dict[str, Any] = {}
+    environment: dict[str, Any] = {}
+    paper: Paper | None = None
+    total_steps: int
+    seconds: float | None = None
+    command: str = ""
+
+
+class Look(Part):
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    epoch: float
+    lr: float | None = None
+    train_loss: float | None = None
+    step_ms: float | None = None
+    weights: dict[str, float | None]
+    structured: dict[str, float | None] | None = None
+    flipped: int | None = None
+    groups: int | None = None
+
+
+class Layer(Part):
+    """One entry of `structure.json`."""
+
+    name: str
+    shape: list[int]
+    groups: int
+    zero_groups: int
+    elements: int
+    rank: int | None = None
+    full_rank: int | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the layer that is gone, in percent: of its rank where that was measured, else of its groups."""
+        if self.rank is not None and self.full_rank:
+            return 100 * (1 - self.rank / self.full_rank)
+        return 100 * self.zero_groups / self.groups if self.groups else 0.0
+
+    @property
+    def count(self) -> str:
+        """The numbers behind the share."""
+        if self.rank is not None and self.full_rank:
+            return f"rank {self.rank} of {self.full_rank}"
+        return f"{self.zero_groups} of {self.groups} groups zero"
+
+
+class Row(Part):
+    """One model in `shrunk.json`."""
+
+    name: str
+    quality: float | None = None
+    structure: float | None = None
+    parameters: float
+    bytes: float
+    latency_ms: float | None = None
+
+
+class Shrunk(Part):
+    """`shrunk.json`."""
+
+    rows: list[Row]
+    difference: float | None = None
+    device: str = ""
+
+    def row(self, name: str) -> Row | None:
+        """The model of that name, if it is there."""
+        return next((row for row in self.rows if row.name == name), None)
+
+
+class Run(Part):
+    """A run directory."""
+
+    path: Path
+    info: Info
+    looks: list[Look]
+    layers: list[Layer]
+    shrunk: Shrunk | None
+
+    @property
+    def last(self) -> Look:
+        """The newest look."""
+        return self.looks[-1]
+
+    @property
+    def dense(self) -> bool:
+        """Whether no look saw a structured point."""
+        return all(look.structured is None for look in self.looks)
+
+    @property
+    def quality(self) -> float | None:
+        """The newest quality: at the structured point, or of the weights where there is none."""
+        return finite((self.last.structured or self.last.weights).get(self.info.metric))
+
+    @property
+    def structure(self) -> float | None:
+        """The newest structure at the structured point, in percent."""
+        return finite(self.last.structured.get("structure")) if self.last.structured else None
+
+    @property
+    def stable_since(self) -> float | None:
+        """The epoch of the last change of structure; None where it changed at the newest look, or is not measured."""
+        measured = [look for look in self.looks if look.flipped is not None]
+        if not measured or measured[-1].flipped:
+            return None
+        changes = [look.epoch for look in measured if look.flipped]
+        return changes[-1] if changes else measured[0].epoch
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None where it is NaN or infinite: a run that diverged has such numbers."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read run directories, and see that they can be compared."""
+    if not paths:
+        raise Problem("no run directory given: name at least one that `espalier train` has filled")
+    # the same directory twice, as two patterns of a shell give it, is one run
+    runs = [_read(path) for path in {path.resolve(): path for path in paths}.values()]
+    first = runs[0]
+    for run in runs[1:]:
+        for field in ("metric", "better", "structure"):
+            one, other = getattr(first.info, field), getattr(run.info, field)
+            if one != other:
+                raise Problem(
+                    f"{first.path} and {run.path} cannot share a report: their {field} is {one!r} and {other!r}; "
+                    "write one report for each"
+                )
+    return runs
+
+
+def _read(path: Path) -> Run:
+    if not (path / "run.json").is_file():
+        raise Problem(f"{path} is not a run directory: it has no run.json; name one that `espalier train` has filled")
+    return Run(
+        path=path,
+        info=_load(path / "run.json", TypeAdapter(Info)),
+        looks=_looks(path / "metrics.jsonl"),
+        layers=_load(path / "structure.json", TypeAdapter(list[Layer]), missing=[]),
+        shrunk=_load(path / "shrunk.json", TypeAdapter(Shrunk | None), missing=None),
+    )
+
+
+def _load(path: Path, kind: TypeAdapter[T], missing: T | None = None) -> T:
+    if not path.is_file():
+        return missing  # type: ignore[return-value]  # only files that may be missing are asked for with a default
+    try:
+        return kind.validate_python(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise Problem(f"{path} cannot be read: {_first(error)}; `espalier train` writes this file anew") from error
+
+
+def _looks(path: Path) -> list[Look]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        raise Problem(f"{path} cannot be read: {_first(error)}") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    looks = []
+    for number, line in lines:
+        try:
+            looks.append(Look.model_validate(json.loads(line)))
+        except ValueError as error:
+            # a run that is being written, or was killed: its last line may be half there
+            if number == lines[-1][0]:
+                break
+            raise Problem(f"{path}, line {number} cannot be read: {_first(error)}; delete this line") from error
+    if not looks:
+        raise Problem(f"{path.parent} has no metrics yet: wait for the first line of metrics.jsonl")
+    return looks
+
+
+def _first(error: Exception) -> str:
+    """The error in one line."""
+    if isinstance(error, ValidationError):
+        detail = error.errors()[0]
+        return f"{'.'.join(map(str, detail['loc'])) or 'the whole'}: {detail['msg']}"
+    return str(error).splitlines()[0]

@@ -1,0 +1,174 @@
+"""A run's directory: what it is made from, what it has written, and whether it may go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from espalier import __version__
+from espalier.app.errors import Problem
+from espalier.app.recipe import Method, Recipe
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training to do: a recipe with one method, a seed, where the data are and where the run goes."""
+
+    name: str
+    recipe: Recipe
+    method: str
+    seed: int
+    out: Path
+    data: Path | None = None
+    hub: bool = False
+    device: str = "auto"
+    command: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What determines the run, as plain values."""
+        recipe = self.recipe.model_dump(mode="json", exclude={"save_minutes", "title", "paper"})
+        return {"recipe": self.name, "method": self.method, "seed": self.seed, **recipe}
+
+    @property
+    def of(self) -> Method:
+        """The settings of its method."""
+        return self.recipe.methods[self.method]
+
+
+@dataclass
+class Run:
+    """The directory of a run. Whatever is replaced in it is replaced whole."""
+
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.pt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def finished(self) -> bool:
+        return self.facts.get("status") == "finished"
+
+    @property
+    def delivered(self) -> dict[str, Any]:
+        """Quality and structure of the structured point, or of dense weights, at the last look."""
+        look = (self.looks() or [{}])[-1]
+        return look.get("structured") or look.get("weights") or {}
+
+    def update(self, **facts: Any) -> None:
+        """Change facts in run.json."""
+        self.facts.update(facts)
+        self.write_json("run.json", self.facts)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write plain values whole."""
+        with replacing(self.path / name) as file:
+            file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+    def looks(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds; a line cut off in the middle of writing is not one."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def forget_after(self, step: int) -> None:
+        """Drop the looks beyond the checkpoint that a run goes on from: they will be taken again."""
+        kept = [look for look in self.looks() if look["step"] <= step]
+        with replacing(self.metrics) as file:
+            file.write("".join(json.dumps(look) + "\n" for look in kept).encode())
+
+    def add(self, look: dict[str, Any]) -> None:
+        """Append a look."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(look) + "\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` when it is whole, and leaves it as it was when it can't be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> Run:
+    """An existing run."""
+    try:
+        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Problem(f"{path} is no run: it has no run.json. `espalier train` makes one.") from None
+    except (OSError, ValueError) as error:
+        raise Problem(f"can't read {path / 'run.json'}: {error}") from None
+    return Run(path, facts)
+
+
+def begin(job: Job, *, resume: bool) -> Run:
+    """The job's run: a new one, or with `resume` the one that its directory holds, if that is the same."""
+    if (job.out / "run.json").exists():
+        run = read(job.out)
+        _same(run, job)
+        if not resume:
+            raise Problem(f"{job.out} holds this run already, {run.facts['status']}: add --resume, or another --out")
+        return run
+    if job.out.exists() and (not job.out.is_dir() or any(job.out.iterdir())):
+        raise Problem(f"{job.out} is there already and holds no run: name another --out")
+    return Run(job.out)
+
+
+def _same(run: Run, job: Job) -> None:
+    """Refuse to go on with other settings than a run began with, and name the first that differs."""
+    was, now = _flat(run.facts["settings"]), _flat(job.settings)
+    for key in sorted(was.keys() | now.keys(), key=lambda k: (k != "recipe", k != "method", k != "seed", k)):
+        if was.get(key) != now.get(key):
+            raise Problem(
+                f"{run.path} holds another run, with {key} = {was.get(key)} instead of {now.get(key)}: "
+                "name another --out"
+            )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}".strip(".")).items()}
+
+
+def environment(device: torch.device, world: int) -> dict[str, Any]:
+    """The versions and the machine that a run was made with."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "espalier": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type} ({name})",
+        "processes": world,
+        "threads": torch.get_num_threads(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

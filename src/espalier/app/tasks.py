@@ -1,0 +1,181 @@
+"""What a task makes of a batch: a loss to train on, and what to measure it by."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.aggregation import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from espalier.app.data import Data
+from espalier.app.models import MODELS
+from espalier.app.models.simmim import random_mask, simmim_loss
+from espalier.app.recipe import Recipe
+
+Batch = tuple[Tensor, ...]
+Carry = list[Tensor]
+
+
+def build(recipe: Recipe, facts: Mapping[str, Any]) -> nn.Module:
+    """The recipe's model; what it leaves open and the data know (classes, vocabulary) comes from the data's facts."""
+    builder = MODELS[recipe.model.name]
+    known = {k: v for k, v in facts.items() if k in inspect.signature(builder).parameters}
+    return builder(**{**known, **recipe.model.options})
+
+
+class Task(ABC):
+    """A task on its data, in one of `world` processes."""
+
+    metric: ClassVar[str] = "loss"
+    better: ClassVar[str] = "min"
+    shown: ClassVar[int] = 2  # examples that the model is traced and timed with
+
+    def __init__(self, recipe: Recipe, data: Data, device: torch.device, rank: int = 0, world: int = 1) -> None:
+        self.recipe, self.data, self.device = recipe, data, device
+        self.rank, self.world = rank, world
+
+    def build(self) -> nn.Module:
+        """The recipe's model, on the device."""
+        return build(self.recipe, self.data.facts).to(self.device)
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        """The loss of a batch, and what the next batch needs of it."""
+
+    def meters(self) -> dict[str, Metric]:
+        """What evaluation gathers, by name."""
+        return {"loss": MeanMetric(nan_strategy="disable").to(self.device)}
+
+    def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
+        """Enter one batch into the meters."""
+        loss, carry = self.loss(model, batch, carry)
+        meters["loss"].update(loss, weight=len(batch[0]))
+        return carry
+
+    def results(self, meters: dict[str, Metric]) -> dict[str, float]:
+        """What the meters show, over all processes."""
+        return {k: float(meter.compute()) for k, meter in meters.items()}
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The model's quality on the test split, in eval mode."""
+        meters, carry, training = self.meters(), Carry(), model.training
+        model.eval()
+        size = min(self.recipe.eval_batch or self.recipe.batch, max(self.world, len(self.data.test)))
+        for batch in self.data.test.batches(size, rank=self.rank, world=self.world):
+            carry = self.score(model, batch, carry, meters)
+        model.train(training)
+        return self.results(meters)
+
+    def examples(self) -> Batch:
+        """Inputs to trace the model with."""
+        return self.arguments(next(iter(self.data.test.batches(min(self.shown, len(self.data.test))))))
+
+    def arguments(self, batch: Batch) -> Batch:
+        """What the model is called with for a batch."""
+        return batch[:1]
+
+
+class Classification(Task):
+    """Images and their classes."""
+
+    metric = "accuracy"
+    better = "max"
+    shown = 16
+
+    def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        images, labels = batch
+        return F.cross_entropy(model(images), labels, label_smoothing=self.recipe.label_smoothing), carry
+
+    def meters(self) -> dict[str, Metric]:
+        accuracy = MulticlassAccuracy(self.data.facts["classes"], average="micro", validate_args=False)
+        return {**super().meters(), "accuracy": accuracy.to(self.device)}
+
+    def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
+        images, labels = batch
+        logits = model(images)
+        meters["loss"].update(F.cross_entropy(logits, labels), weight=len(labels))
+        meters["accuracy"].update(logits, labels)
+        return carry
+
+    def results(self, meters: dict[str, Metric]) -> dict[str, float]:
+        found = super().results(meters)
+        return {**found, "accuracy": 100 * found["accuracy"]}
+
+
+class Language(Task):
+    """The next word of a text, with the memory of the segment before."""
+
+    metric = "perplexity"
+
+    def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        tokens, targets = batch
+        nll, memory = model(tokens, carry or None, targets)
+        return nll.mean(), memory
+
+    def results(self, meters: dict[str, Metric]) -> dict[str, float]:
+        found = super().results(meters)
+        return {**found, "perplexity": math.exp(min(found["loss"], 700.0))}
+
+    def arguments(self, batch: Batch) -> Batch:
+        return batch[0][:, :16].contiguous(), None, batch[1][:, :16].contiguous()  # type: ignore[return-value]
+
+
+class Speech(Task):
+    """The mel spectrogram of a text, before and after the postnet, and where it ends."""
+
+    def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        _, _, mel, lengths = batch
+        before, after, gate, _ = model(*batch)
+        frames = torch.arange(mel.shape[2], device=mel.device)
+        ended = (frames >= lengths[:, None] - 1).to(gate.dtype)  # from the last frame on
+        loss = F.mse_loss(before, mel) + F.mse_loss(after, mel) + F.binary_cross_entropy_with_logits(gate, ended)
+        return loss, carry
+
+    def arguments(self, batch: Batch) -> Batch:
+        return batch
+
+
+class MaskedImages(Task):
+    """Hidden patches of images, to be painted in."""
+
+    def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        return self._painting(model, batch[0], torch.default_generator), carry
+
+    def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
+        # the same patches at every look, and none of training's random numbers
+        loss = self._painting(model, batch[0], torch.Generator().manual_seed(len(batch[0])))
+        meters["loss"].update(loss, weight=len(batch[0]))
+        return carry
+
+    def _painting(self, model: nn.Module, images: Tensor, generator: torch.Generator) -> Tensor:
+        mask = self._mask(images, generator)
+        return simmim_loss(model(images, mask), images, mask)
+
+    def _mask(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        patches = (images.shape[-1] // self.recipe.model.options.get("patch", 4)) ** 2
+        return random_mask(len(images), patches, self.recipe.mask_ratio, generator, images.device)
+
+    def arguments(self, batch: Batch) -> Batch:
+        return batch[0], self._mask(batch[0], torch.Generator().manual_seed(0))
+
+
+TASKS: dict[str, type[Task]] = {
+    "classification": Classification,
+    "language": Language,
+    "speech": Speech,
+    "masked-images": MaskedImages,
+}
+
+
+def open_task(recipe: Recipe, data: Data, device: torch.device, rank: int = 0, world: int = 1) -> Task:
+    """The recipe's task."""
+    return TASKS[recipe.task](recipe, data, device, rank, world)

@@ -1,0 +1,205 @@
+"""The command: what a person types works, and what is wrong is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import small
+import tiny
+
+import espalier
+from espalier.app import cli
+
+SETS = [f"--set={change}" for change in (*small.SHORT, *small.NARROW["digits"])]
+TRAIN = ["train", "digits", "--device=cpu", *SETS]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def call(*words: str) -> int:
+    """The command's exit code."""
+    before, sys.argv = sys.argv, ["espalier", *words]
+    try:
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    finally:
+        sys.argv = before
+    code = left.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_from_training_to_a_file_that_runs_anywhere(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(*TRAIN, "--set=methods.ramda.lam=0.02") == 0
+    out = capfd.readouterr().out
+    assert re.search(r"accuracy [\d.]+, weighted group sparsity [\d.]+ %", out)
+    assert call("shrink", "runs/digits/ramda-0") == 0
+    assert "largest difference" in capfd.readouterr().out
+    assert call("export", "runs/digits/ramda-0") == 0
+    assert "the shrunk model" in capfd.readouterr().out
+    assert call("export", "runs/digits/ramda-0", "--format=pt2", "--out=small.pt2") == 0
+    assert call("report", "runs/digits/ramda-0", "--out=page.html") == 0
+    files = {p.name for p in Path("runs/digits/ramda-0").iterdir()}
+    assert {"model.onnx", "report.html", "shrunk", "metrics.jsonl", "tensorboard", "checkpoint.pt"} <= files
+    assert Path("small.pt2").stat().st_size
+    assert "Dense, structured, shrunk" in Path("page.html").read_text()
+
+
+def test_compare_trains_all_methods_and_keeps_what_is_done(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "digits", "--device=cpu", "--methods=ramda,dense", "--seeds=0,1", *SETS]
+    assert call(*words) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"RAMDA +│ +[\d.]+ ± [\d.]+ ", out)
+    rows = {row["method"]: row for row in json.loads(Path("runs/digits/compare.json").read_text())}
+    # the table's numbers are those of the runs
+    for method in ("ramda", "dense"):
+        looks = [Path(f"runs/digits/{method}-{seed}/metrics.jsonl").read_text().splitlines() for seed in (0, 1)]
+        last = [json.loads(lines[-1]) for lines in looks]
+        assert rows[method]["quality"] == [(x["structured"] or x["weights"])["accuracy"] for x in last]
+    before = Path("runs/digits/ramda-0/model.safetensors").stat().st_mtime_ns
+    assert call(*words) == 0
+    assert Path("runs/digits/ramda-0/model.safetensors").stat().st_mtime_ns == before
+    assert call("report", "runs/digits") == 0
+    assert "seed" in Path("runs/digits/report.html").read_text()
+
+
+def test_lists(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call("recipes") == 0
+    out = capfd.readouterr().out
+    assert all(name in out for name in small.NARROW)
+    assert call("recipes", "mnist-logreg") == 0
+    assert "espalier compare mnist-logreg --data DIR" in capfd.readouterr().out
+    tiny.make("cifar10", tmp_path / "sets")
+    assert call("data", "sets") == 0
+    out = capfd.readouterr().out
+    assert re.search(r"cifar10 .*found in", out)
+    assert re.search(r"mnist .*not found", out)
+    assert "train-images" in out.replace("{train,t10k}-{images", "train-images")
+    assert call("--version") == 0
+    assert espalier.__version__ in capfd.readouterr().out
+
+
+def test_the_demo_clears_only_what_a_demo_left(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("espalier-demo").mkdir()
+    Path("espalier-demo/thesis.tex").write_text("years of work")
+    assert call("demo") == 2
+    assert "holds something else than a demo" in capfd.readouterr().err
+    assert Path("espalier-demo/thesis.tex").exists()
+
+
+def test_an_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call("dance") == 2
+    assert "dance" in capfd.readouterr().err
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def problems(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    """What was typed, and what the line must say."""
+    data = tiny.make("cifar10", tmp_path / "cifar")
+    tiny.make("mnist", tmp_path / "other")
+    broken = tiny.make("cifar10", tmp_path / "broken")
+    _cut(broken / "cifar10/data_batch_2.bin")
+    missing = tiny.make("cifar10", tmp_path / "missing")
+    (missing / "cifar10/data_batch_3.bin").unlink()
+    vgg = ["train", "vgg19-cifar10", "--device=cpu"]
+    return {
+        "an unknown recipe": (["train", "vgg19-cifar"], r"no recipe 'vgg19-cifar' \(did you mean 'vgg19-cifar10'\?\)"),
+        "an unknown key": ([*TRAIN, "--set=lenght=3"], r"'lenght' \(did you mean 'length'\?\)"),
+        "a wrong type": ([*TRAIN, "--set=batch=x"], r"batch='x': input should be a valid integer"),
+        "an unknown method": ([*TRAIN, "--method=radma"], r"no method 'radma' \(did you mean 'ramda'\?\)"),
+        "an unknown method to compare": (["compare", "digits", "--methods=radma"], r"no method 'radma'"),
+        "seeds that are words": (["compare", "digits", "--seeds=a,b"], r"--seeds a,b: write numbers with commas"),
+        "an unknown data option": ([*TRAIN, "--set=data.augmnt=1"], r"augmnt"),
+        "an unknown data set": ([*TRAIN, "--set=data.name=mnits"], r"mnits"),
+        "no data named": (vgg, r"needs its files: give --data DIR"),
+        "no such directory": ([*vgg, "--data=nowhere"], r"--data nowhere: there is no such directory"),
+        "a missing file": ([*vgg, f"--data={missing}"], r"data_batch_3.bin"),
+        "a truncated file": ([*vgg, f"--data={broken}"], r"data_batch_2.bin .*bytes"),
+        "another data set": ([*vgg, f"--data={tmp_path}/other/mnist"], r"holds .*mnist"),
+        "a GPU that is not there": ([*vgg, f"--data={data}", "--device=cuda:7"], r"--device cuda:7: \d+ GPUs are"),
+        "no such device": ([*vgg, f"--data={data}", "--device=gpu"], r"--device gpu: no such kind"),
+        "no run": (["shrink", "nothing"], r"nothing is no run"),
+        "no run to report on": (["report", "nothing"], r"nothing"),
+        "no run to export": (["export", "nothing"], r"nothing is no run"),
+        "a directory of other things": ([*TRAIN, f"--out={data}"], r"holds no run: name another --out"),
+    }  # fmt: skip
+
+
+def assert_one_line(err: str, message: str) -> None:
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert re.search(message, lines[0]), lines[0]
+    assert lines[0].startswith("espalier: ")
+
+
+def test_what_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for case, (words, message) in problems(tmp_path).items():
+        assert call(*words) == 2, case
+        seen = capfd.readouterr()
+        assert "Traceback" not in seen.err, case
+        assert_one_line(seen.err, message)
+    assert not Path("runs").exists()  # nothing was begun
+
+
+def test_runs_are_not_mixed_up(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(*TRAIN) == 0
+    run = Path("runs/digits/ramda-0")
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    capfd.readouterr()
+    out = f"--out={run}"
+    for words, message in (
+        (TRAIN, r"holds this run already, finished: add --resume"),
+        ([*TRAIN, out, "--resume", "--method=rmda"], r"another run, with method = ramda instead of rmda"),
+        ([*TRAIN, out, "--resume", "--seed=1"], r"another run, with seed = 0 instead of 1"),
+        ([*TRAIN, out, "--resume", "--set=batch=4"], r"another run, with batch = 8 instead of 4"),
+    ):
+        assert call(*words) == 2
+        assert_one_line(capfd.readouterr().err, message)
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    assert call(*TRAIN, "--resume") == 0
+    assert "finished already" in capfd.readouterr().out
+
+
+def test_a_checkpoint_of_another_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = tiny.make("mnist", tmp_path)
+    assert (
+        call("train", "mnist-logreg", f"--data={data}", "--device=cpu", "--out=a", *(f"--set={x}" for x in small.SHORT))
+        == 0
+    )
+    assert call(*TRAIN, "--out=b") == 0
+    facts = json.loads(Path("b/run.json").read_text())
+    Path("b/run.json").write_text(json.dumps({**facts, "status": "running"}))
+    Path("b/checkpoint.pt").write_bytes(Path("a/checkpoint.pt").read_bytes())
+    capfd.readouterr()
+    assert call(*TRAIN, "--out=b", "--resume") == 2
+    assert_one_line(capfd.readouterr().err, r"b/checkpoint.pt belongs to another run")
+    Path("b/checkpoint.pt").write_bytes(b"no checkpoint at all")
+    assert call(*TRAIN, "--out=b", "--resume") == 2
+    assert_one_line(capfd.readouterr().err, r"can't read the checkpoint b/checkpoint.pt")
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+def test_a_signal_ends_with_a_checkpoint_and_the_way_on(number: int, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "espalier.app.cli", *TRAIN, "--set=length=100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=tmp_path)
+    metrics = tmp_path / "runs/digits/ramda-0/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert_one_line(err, r"stopped at step \d+, checkpoint written. The same command with --resume goes on")
+    assert (tmp_path / "runs/digits/ramda-0/checkpoint.pt").exists()

@@ -1,0 +1,209 @@
+"""Every recipe trains, saves, goes on and reports; a run that was cut off ends bit for bit like one that was not."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import small
+import torch
+from torch import Tensor
+
+import espalier
+from espalier.app import recipe
+from espalier.app.deliver import open_delivered, shrink_run
+from espalier.app.errors import Problem, Stopped
+from espalier.app.loop import train
+from espalier.app.progress import Silent
+from espalier.app.report import write_report
+from espalier.app.run import Run, read
+
+
+class StopAt(Silent):
+    """Sends a signal once a step is reached."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGTERM) -> None:
+        self.at, self.number = step, number
+
+    def step(self, step: int, loss: Tensor) -> None:
+        if step == self.at:
+            signal.raise_signal(self.number)
+
+
+def outcome(run: Run) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """What must not depend on how often a run was cut off: the model and all looks, but for times."""
+    looks = [{k: v for k, v in look.items() if k not in ("seconds", "step_ms")} for look in run.looks()]
+    return safetensors.torch.load_file(run.model), looks
+
+
+def assert_same(a: Run, b: Run) -> None:
+    (weights, looks), (others, seen) = outcome(a), outcome(b)
+    assert weights.keys() == others.keys()
+    for name in weights:
+        assert torch.equal(weights[name], others[name]), name
+    assert looks == seen
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_recipe_trains_goes_on_and_reports(name: str, tmp_path: Path) -> None:
+    whole = train(small.job(name, tmp_path, out="whole"), Silent())
+    cut = small.job(name, tmp_path, out="cut")
+    with pytest.raises(Stopped, match="step 8"):
+        train(cut, StopAt(8))
+    run = train(cut, Silent(), resume=True)
+    assert_same(whole, run)
+    assert [look["step"] for look in run.looks()] == [5, 10, 15, 20]
+    facts = run.facts
+    assert facts["status"] == "finished"
+    assert facts["metric"] in run.delivered
+    assert 0 <= run.delivered["structure"] <= 100
+    page = write_report([run.path], run.path / "report.html").read_text()
+    assert html.escape(facts["title"]) in page
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_recipe_is_delivered_at_the_structured_point_and_shrinks(name: str, tmp_path: Path) -> None:
+    # λ so large that something goes within 20 steps
+    job = small.job(name, tmp_path)
+    strong = small.job(name, tmp_path, changes=(f"methods.{job.method}.lam=0.02",))
+    run = train(strong, Silent())
+    layers = json.loads((run.path / "structure.json").read_text())
+    zero = sum(x["elements"] * x["zero_groups"] / x["groups"] for x in layers if x["rank"] is None)
+    rank = sum(x["rank"] or 0 for x in layers)
+    measured = 100 * (
+        1 - rank / sum(x["full_rank"] for x in layers) if rank else zero / sum(x["elements"] for x in layers)
+    )
+    assert run.delivered["structure"] == pytest.approx(measured)
+    found = open_delivered(run.path)
+    # what is delivered is what was measured, read off the file itself
+    groups = espalier.regularize(found.model, penalty_of(strong))
+    seen = espalier.structure(groups)
+    assert 100 * getattr(seen, run.facts["structure"]) == pytest.approx(run.delivered["structure"])
+    shrunk = shrink_run(run.path)
+    assert shrunk.report.small.parameters <= shrunk.report.dense.parameters
+    table = json.loads((run.path / "shrunk.json").read_text())
+    qualities = {row["name"]: row["quality"] for row in table["rows"]}
+    assert qualities["shrunk"] == pytest.approx(qualities["structured"], rel=1e-3)
+
+
+def penalty_of(job: Any) -> espalier.Penalty:
+    return espalier.NuclearNorm(1.0) if job.recipe.penalty == "nuclear-norm" else espalier.GroupLasso(1.0)
+
+
+METHODS = [(name, method) for name in recipe.names() for method in list(recipe.load(name).methods)[1:]]
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS)
+def test_every_method_of_every_recipe_trains(name: str, method: str, tmp_path: Path) -> None:
+    job = small.job(name, tmp_path, method=method, changes=("length=4", "milestones=[2]", "evaluate_every=2"))
+    run = train(job, Silent())
+    assert [look["step"] for look in run.looks()] == [2, 4]
+    assert (run.looks()[0]["structured"] is None) == (method == "dense")
+
+
+@pytest.mark.parametrize("changes", [("accumulate=2",), ("clip=0.1",), ("mixed_precision=bf16",)], ids=lambda c: c[0])
+def test_what_the_loop_can_do_goes_on_to_the_bit_too(changes: tuple[str, ...], tmp_path: Path) -> None:
+    whole = train(small.job("digits", tmp_path, changes=changes, out="whole"), Silent())
+    cut = small.job("digits", tmp_path, changes=changes, out="cut")
+    for step in (3, 11):
+        with pytest.raises(Stopped):
+            train(cut, StopAt(step, signal.SIGINT), resume=True)
+    assert_same(whole, train(cut, Silent(), resume=True))
+
+
+def test_accumulated_parts_are_one_batch(tmp_path: Path) -> None:
+    runs = []
+    for k in (1, 4):
+        job = small.job("mnist-logreg", tmp_path, method="rmda", changes=(f"accumulate={k}",), out=f"in-{k}")
+        runs.append(train(job, Silent()))
+    assert [[x["step"] for x in run.looks()] for run in runs] == [[5, 10, 15, 20]] * 2
+    one, four = (safetensors.torch.load_file(run.model) for run in runs)
+    for name in one:
+        assert torch.allclose(one[name], four[name], atol=1e-6), name
+
+
+def test_a_run_killed_at_any_moment_ends_the_same(tmp_path: Path) -> None:
+    changes = ("length=100", "milestones=[30,60]", "evaluate_every=10", "save_minutes=0")  # a checkpoint at every step
+    reference = train(small.job("digits", tmp_path, changes=changes, out="whole"), Silent())
+    command = [sys.executable, "-m", "espalier.app.cli", "train", "digits", "--device", "cpu", "--out", "killed"]
+    command += ["--resume", *(f"--set={change}" for change in (*small.SHORT, *small.NARROW["digits"], *changes))]
+    saved, chance = tmp_path / "killed/checkpoint.pt", random.Random(0)
+    for _ in range(2):
+        before = saved.stat().st_mtime_ns if saved.exists() else 0
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (saved.exists() and saved.stat().st_mtime_ns != before):
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL  # and did not end by itself before
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    assert_same(reference, Run(tmp_path / "killed"))
+
+
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    # the same global batches; sums over processes round differently
+    changes = ("length=12", "evaluate_every=6", "milestones=[6]")
+    job = small.job("mnist-logreg", tmp_path, changes=changes, out="one")
+    one = train(job, Silent())
+    # as `accelerate launch` starts processes for several GPUs
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29517"]
+    command += ["-m", "espalier.app.cli", "train", "mnist-logreg", "--data", str(job.data), "--device=cpu", "--out=two"]
+    command += [f"--set={change}" for change in (*small.SHORT, *changes)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = read(tmp_path / "two")
+    assert two.facts["environment"]["processes"] == 2
+    a, b = (safetensors.torch.load_file(run.model) for run in (one, two))
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6), name
+    assert [x["step"] for x in two.looks()] == [6, 12]
+    for x, y in zip(one.looks(), two.looks(), strict=True):
+        assert y["weights"] == pytest.approx(x["weights"], rel=1e-4)
+        assert y["train_loss"] == pytest.approx(x["train_loss"], rel=1e-4)
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(small.job("digits", tmp_path, out="whole"), Silent())
+    job = small.job("digits", tmp_path, changes=("save_minutes=0",), out="full")
+    real = torch.save
+    saves = 0
+
+    def full(state: Any, file: Any) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == 7:
+            file.write(b"half of it")
+            raise OSError(28, os.strerror(28))
+        real(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(Problem, match=r"No space left on device.*last good one is kept"):
+        train(job, Silent())
+    monkeypatch.setattr(torch, "save", real)
+    assert not list(job.out.glob(".*part"))
+    assert torch.load(job.out / "checkpoint.pt", weights_only=True)["position"]["step"] == 6
+    assert_same(whole, train(job, Silent(), resume=True))
+
+
+def test_a_diverged_run_says_so(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path, method="proxsgd", changes=("methods.proxsgd.lr=1e30",))
+    with pytest.raises(Problem, match=r"diverged.*smaller lr"):
+        train(job, Silent())
+
+
+def test_a_shortened_last_stage_still_ends_in_zeros(tmp_path: Path) -> None:
+    # momentum 0.99 needs 10 000 steps for c to reach 1, and the last stage has 8
+    job = small.job("mnist-logreg", tmp_path, changes=("methods.ramda.lam=0.05",))
+    assert job.of.momentum == 0.99
+    look = train(job, Silent()).looks()[-1]
+    assert look["weights"]["structure"] == look["structured"]["structure"] > 0

@@ -1,0 +1,137 @@
+"""Recipes hold the paper's settings, can be changed, shortened and written anew; what is wrong with one is one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from espalier.app import recipe
+from espalier.app.errors import Problem
+from espalier.optim.dual_averaging import ramp_length
+
+# lr, λ and momentum = 1 − c, from the paper's experiments; batch; length; milestones
+SETTINGS = {
+    ("mnist-logreg", "ramda"): (1e-2, 1e-3, 0.99, 128, 500, [100, 200, 300, 400]),
+    ("mnist-logreg", "rmda"): (1e-1, 1e-3, 0.9, 128, 500, [100, 200, 300, 400]),
+    ("vgg19-cifar10", "ramda"): (1e-2, 8e-7, 0.99, 128, 1000, [200, 400, 600, 800]),
+    ("vgg19-cifar10", "rmda"): (1e-1, 1.5e-4, 0.9, 128, 1000, [200, 400, 600, 800]),
+    ("vgg19-cifar10", "proxsgd"): (1e-1, 3e-5, 0.9, 128, 1000, [200, 400, 600, 800]),
+    ("vgg19-cifar100", "ramda"): (1e-2, 2e-7, 0.99, 128, 1000, [200, 400, 600, 800]),
+    ("resnet50-cifar10", "proxgen"): (1e-3, 5e-7, None, 128, 1000, [200, 400, 600, 800]),
+    ("resnet50-cifar100", "rmda"): (1e-1, 2e-4, 0.9, 128, 1000, [200, 400, 600, 800]),
+    ("resnet50-imagenet", "rmda"): (1.0, 1.35e-5, 0.9, 256, 160, [40, 80, 120]),
+    ("transformerxl-wt103", "rmda"): (25.0, 1.65e-7, 0.99, 64, 400_000, [100_000, 200_000, 300_000]),
+    ("tacotron2-ljspeech", "ramda"): (2.5e-3, 6e-7, 0.99, 64, 1000, [300, 600]),
+    ("mlp-fashionmnist", "proxgen"): (1e-3, 3.5e-3, None, 128, 300, [100, 200]),
+    ("vit-mim-cifar10", "rmda"): (10.0, 1e-5, 0.9, 128, 300, [100, 200]),
+}
+
+
+def test_all_of_the_papers_tasks_are_there() -> None:
+    assert {name for name, _ in SETTINGS} | {"digits"} == set(recipe.names())
+
+
+@pytest.mark.parametrize(("name", "method"), SETTINGS)
+def test_the_papers_settings(name: str, method: str) -> None:
+    r = recipe.load(name)
+    m = r.methods[method]
+    assert (m.lr, m.lam, m.momentum, r.batch, r.length, r.milestones) == SETTINGS[name, method]
+    assert m.weight_decay == 0
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_the_head_gives_the_command_and_the_papers_numbers(name: str) -> None:
+    r, head = recipe.load(name), recipe.text(name).split("\ntitle:")[0]
+    assert f"espalier compare {name}" in head
+    for method, paper in r.paper.items():
+        line = next(x for x in head.splitlines() if x.lower().startswith(f"#   {method}"))
+        told = [float(x) for x in re.findall(r"\d+\.\d+", line)]
+        assert told == [*paper.quality, *(paper.structure or ())]
+
+
+def test_lengths_and_milestones_shrink_together() -> None:
+    plan = recipe.load("vgg19-cifar10", ["scale=0.2"]).plan(391)
+    assert plan.total == 200 * 391
+    assert plan.milestones == tuple(m * 391 for m in (40, 80, 120, 160))
+    assert plan.period == 391
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.2, 0.1, 0.01, 0.001])
+def test_c_reaches_1_before_the_end_at_every_scale(scale: float) -> None:
+    plan = recipe.load("vgg19-cifar10", [f"scale={scale}"]).plan(391)
+    momentum = plan.momentum(0.99)
+    assert ramp_length(1 - momentum) <= (plan.total - plan.milestones[-1]) * 3 / 4
+    assert (momentum == 0.99) == (scale >= 0.2)
+
+
+def test_changes_reach_inside() -> None:
+    r = recipe.load("vgg19-cifar10", ["methods.ramda.lr=3e-3", "model.width=0.5", "data.augment=false", "batch=64"])
+    assert (r.methods["ramda"].lr, r.model.options, r.data.options, r.batch) == (
+        3e-3, {"width": 0.5}, {"augment": False}, 64,
+    )  # fmt: skip
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(recipe.text("digits").replace("length: 50", "length: 21"))
+    assert recipe.load(str(mine)).length == 21
+
+
+BAD = {
+    "an unknown key": (["epoch=3"], r"no key is called 'epoch'"),
+    "nearly a key": (["lenght=3"], r"no key is called 'lenght' \(did you mean 'length'\?\)"),
+    "nearly a method's key": (["methods.ramda.lamda=3"], r"'methods.ramda.lamda' \(did you mean 'lam'\?\)"),
+    "a word for a number": (["batch=many"], r"batch='many': input should be a valid integer"),
+    "a negative lr": (["methods.ramda.lr=-1"], r"methods.ramda.lr=-1: input should be greater than 0"),
+    "not finite": (["methods.ramda.lr=.inf"], r"methods.ramda.lr=inf"),
+    "momentum 1": (["methods.ramda.momentum=1"], r"momentum=1: input should be less than 1"),
+    "no value": (["scale"], r"--set scale: write key=value"),
+    "into a plain value": (["batch.size=3"], r"batch is a plain value"),
+    "an unknown model": (["model.name=vgg18"], r"model: no model 'vgg18' \(did you mean 'vgg19'\?\)"),
+    "an unknown option": (["model.widht=3"], r"no option of the model vgg19 is called 'widht' \(did you mean 'width'"),
+    "an unknown method without an optimizer": (["methods.lamb.lr=1"], r"the key 'methods.lamb.optimizer' is missing"),
+    "an unknown penalty": (["penalty=lasso"], r"penalty='lasso': input should be 'group-lasso'"),
+    "milestones beyond the end": (["length=300"], r"milestones must increase and end before the length 300"),
+    "λ without a penalty": (["methods.dense.lam=1"], r"sgd has no penalty"),
+    "weight decay in dual averaging": (["methods.ramda.weight_decay=1"], r"ramda has no weight decay"),
+    "parts that do not fit": (["accumulate=3"], r"batch 128 can't be cut into accumulate = 3"),
+    "not YAML": (["batch=[1"], r"the value is not YAML"),
+    "a cosine for dual averaging": (["methods.rmda.schedule=cosine"], r"rmda goes by stages"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_one_line(case: str) -> None:
+    changes, message = BAD[case]
+    with pytest.raises(Problem, match=message) as seen:
+        recipe.load("vgg19-cifar10", changes)
+    assert "\n" not in str(seen.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("title: [", "is not YAML"),
+        ("just words", "is no recipe"),
+        ("title: x", "the key 'task' is missing"),
+    ],
+)
+def test_files_that_are_no_recipes(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(Problem, match=message) as seen:
+        recipe.load(str(file))
+    assert "\n" not in str(seen.value)
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(Problem, match=r"no recipe 'vgg19-cifar' \(did you mean 'vgg19-cifar10'"):
+        recipe.load("vgg19-cifar")
+    with pytest.raises(Problem, match=r"can't read the recipe nowhere.yaml: No such file"):
+        recipe.load("nowhere.yaml")
+    with pytest.raises(Problem, match=r"no method 'ramdaa' \(did you mean 'ramda'"):
+        recipe.load("digits").only("ramdaa")
+    with pytest.raises(Problem, match="scale 1e-06 leaves no step between two of the milestones"):
+        recipe.load("digits", ["scale=1e-6"]).plan(15)

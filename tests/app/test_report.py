@@ -1,0 +1,533 @@
+"""The report shows what the run directories hold, says plainly what is wrong, and opens clean in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import ask
+
+from espalier.app.errors import Problem
+from espalier.app.report import write_report
+from espalier.app.report.chart import Line, Style, lines, thin
+from espalier.app.report.plots import stages
+from espalier.app.report.runs import Info, Look, Run
+
+PAPER = {
+    "ramda": {"quality": 92.89, "structure": 86.31},
+    "rmda": {"quality": 93.13, "structure": 90.22},
+    "prox_sgd": {"quality": 92.82, "structure": 82.76},
+    "dense": {"quality": 93.95, "structure": None},
+}
+LEVEL = {"ramda": 86.0, "rmda": 90.0, "prox_sgd": 82.0, "dense": 0.0}
+
+
+def fake_run(
+    path: Path,
+    method: str = "ramda",
+    seed: int = 0,
+    epochs: int = 30,
+    *,
+    layers: int = 6,
+    status: str = "finished",
+    shrunk: bool = True,
+    info: dict[str, Any] | None = None,
+) -> Path:
+    """A run directory like one that `espalier train` fills; `info` overrides entries of run.json."""
+    noise = random.Random(f"{method} {seed}")
+    path.mkdir(parents=True)
+    run = {
+        "recipe": "vgg19-cifar10",
+        "title": "VGG19 on CIFAR-10",
+        "method": method,
+        "seed": seed,
+        "status": status,
+        "metric": "accuracy",
+        "better": "max",
+        "structure": "weighted_group_sparsity",
+        "settings": {
+            "model": {"name": "vgg19", "classes": 10},
+            "optimizer": {"name": method, "lr": 0.1 if method == "rmda" else 0.01, "momentum": 0.99},
+            "milestones": [epochs // 3, 2 * epochs // 3],
+            "amp": False,
+            "seed": seed,
+        },
+        "environment": {"espalier": "0.4.0", "torch": "2.13.0", "device": "cpu", "started": "2026-11-16 04:00"},
+        "paper": PAPER[method],
+        "total_steps": epochs * 391,
+        "seconds": 27.1 * epochs,
+        "command": f"espalier train vgg19-cifar10 --method {method} --seed {seed} --data data",
+    }
+    (path / "run.json").write_text(json.dumps(run | (info or {})))
+    with (path / "metrics.jsonl").open("w") as stream:
+        for epoch in range(1, epochs + 1):
+            stream.write(json.dumps(_look(noise, method, epoch, epochs)) + "\n")
+    if method == "dense":
+        return path
+    entries = []
+    for index in range(layers):
+        groups = 64 * 2 ** min(index // 4, 3)
+        zero = round(groups * min(0.98, LEVEL[method] / 100 * (index + 1) / layers * 1.2))
+        entries.append(
+            {
+                "name": f"features.{3 * index}.weight",
+                "shape": [groups, groups, 3, 3],
+                "groups": groups,
+                "zero_groups": zero,
+                "elements": groups * groups * 9,
+                "rank": None,
+                "full_rank": None,
+            }
+        )
+    (path / "structure.json").write_text(json.dumps(entries))
+    if shrunk:
+        models = [("dense", 93.9, None, 20.04e6, 3.1), ("structured", 92.9, 86.3, 20.04e6, 3.1)]
+        models.append(("shrunk", 92.9, None, 2.1e6, 0.9))
+        rows = [
+            {"name": n, "quality": q, "structure": s, "parameters": p, "bytes": 4 * p, "latency_ms": ms}
+            for n, q, s, p, ms in models
+        ]
+        (path / "shrunk.json").write_text(json.dumps({"rows": rows, "difference": 1.2e-6, "device": "cpu"}))
+    return path
+
+
+def _look(noise: random.Random, method: str, epoch: int, epochs: int) -> dict[str, Any]:
+    stage = min(2, 3 * (epoch - 1) // epochs)
+    done = epoch / epochs
+    accuracy = 93.4 - 50 * math.exp(-8 * done) + noise.gauss(0, 1.2 * 0.25**stage)
+    level = LEVEL[method] * (1 - math.exp(-6 * done)) + noise.gauss(0, 0.8 * 0.2**stage)
+    structured = {"accuracy": accuracy - (1.5 - stage / 2), "loss": 0.3, "structure": max(level, 0.0)}
+    return {
+        "step": epoch * 391,
+        "epoch": float(epoch),
+        "seconds": 27.1 * epoch,
+        "lr": 0.01 * 0.1**stage,
+        "train_loss": 2.3 * math.exp(-5 * done) + 0.004 * noise.random() + 0.002,
+        "step_ms": 8.1,
+        "weights": {"accuracy": accuracy, "loss": 0.3, "structure": level if stage == 2 and method != "dense" else 0.0},
+        "structured": None if method == "dense" else structured,
+        "flipped": round(400 * math.exp(-12 * done)) if done < 0.8 else 0,
+        "groups": 3000,
+        "stable_since": 1,
+    }
+
+
+class Text(HTMLParser):
+    """The table cells of a page as text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside &= tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.rows[-1][-1] += data.replace("\u00a0", " ")
+
+    def row(self, name: str) -> list[str]:
+        """The first row of that name."""
+        return next(row for row in self.rows if row and row[0] == name)
+
+
+def last_look(run: Path) -> dict[str, Any]:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def page_of(tmp_path: Path, *runs: Path) -> str:
+    return write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """Four methods, two or three seeds, and their report."""
+    home = tmp_path_factory.mktemp("runs")
+    kinds = [("ramda", 0), ("ramda", 1), ("ramda", 2), ("rmda", 0), ("rmda", 1), ("prox_sgd", 0), ("dense", 0)]
+    runs = [fake_run(home / f"{method}-{seed}", method, seed, layers=16) for method, seed in kinds]
+    return runs, write_report(runs, home / "report.html")
+
+
+def test_means_and_deviations_are_those_of_the_last_looks(several: tuple[list[Path], Path]) -> None:
+    runs, page = several
+    row = Text(page.read_text()).row("ramda")
+    looks = [last_look(run)["structured"] for run in runs[:3]]
+    for cell, paper, name, published in ((2, 3, "accuracy", 92.89), (4, 5, "structure", 86.31)):
+        values = [look[name] for look in looks]
+        mean, deviation = statistics.mean(values), statistics.stdev(values)
+        assert row[cell] == f"{mean:.2f} ± {deviation:.2f} %"
+        assert row[paper] == f"{published} ({mean - published:+.2f})".replace("-", "−")
+    assert row[1] == "3"
+
+
+def test_one_run_has_no_deviation_and_dense_no_structure(several: tuple[list[Path], Path]) -> None:
+    runs, page = several
+    row = Text(page.read_text()).row("dense")
+    assert row[2] == f"{last_look(runs[-1])['weights']['accuracy']:.2f} %"
+    assert row[4:] == ["–", "–"]
+
+
+def test_means_leave_out_what_is_not_finished(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / str(seed), seed=seed, status="running" if seed else "finished") for seed in range(3)]
+    row = Text(page_of(tmp_path, *runs)).row("ramda")
+    assert row[1] == "3, 1 finished"
+    assert row[2] == f"{last_look(runs[0])['structured']['accuracy']:.2f} %"
+
+
+def test_stable_since_is_the_last_change(tmp_path: Path) -> None:
+    page = page_of(tmp_path, fake_run(tmp_path / "run", epochs=30))
+    flips = [json.loads(line)["flipped"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    last_change = max(epoch for epoch, flipped in enumerate(flips, 1) if flipped)
+    assert f"stable since epoch {last_change};" in page
+
+
+def test_size_before_and_after(tmp_path: Path) -> None:
+    page = page_of(tmp_path, fake_run(tmp_path / "run"))
+    assert "80.2\u00a0MB → 8.4\u00a0MB" in page
+    assert "9.54 times smaller" in page  # 80.16 / 8.4 = 9.543
+    assert Text(page).row("shrunk") == ["shrunk", "92.90 %", "–", "2.1 M", "8.4 MB", "0.9 ms"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "share", "told"),
+    [
+        ({"groups": 8, "zero_groups": 2}, "25 %", "2 of 8 groups zero"),
+        ({"groups": 1, "zero_groups": 0, "rank": 10, "full_rank": 40}, "75 %", "rank 10 of 40"),
+        ({"groups": 0, "zero_groups": 0}, "0 %", "0 of 0 groups zero"),
+    ],
+)
+def test_layers_by_groups_or_by_rank(tmp_path: Path, layer: dict[str, Any], share: str, told: str) -> None:
+    run = fake_run(tmp_path / "run")
+    (run / "structure.json").write_text(json.dumps([{"name": "fc", "shape": [40, 64], "elements": 2560} | layer]))
+    page = page_of(tmp_path, run)
+    assert Text(page).row("fc 40×64") == ["fc 40×64", "2.56 k", share]
+    assert f'title="seed 0: {told}"' in page
+
+
+def test_settings_that_differ_stand_apart(several: tuple[list[Path], Path]) -> None:
+    page = several[1].read_text()
+    assert "<mark>0.1</mark>" in page  # RMDA's learning rate
+    row = Text(page).row("optimizer.lr")
+    assert row[1:] == ["0.01", "0.01", "0.01", "0.1", "0.1", "0.01", "0.01"]
+    assert Text(page).row("optimizer.momentum") == ["optimizer.momentum", "0.99"]  # one value for all
+    assert Text(page).row("milestones") == ["milestones", "10, 20"]
+
+
+def test_a_run_that_is_being_written(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", status="running", shrunk=False, info={"total_steps": 391 * 60})
+    (run / "structure.json").unlink()
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 12121, "epoch": 31.0, "weigh')
+    page = page_of(tmp_path, run)
+    assert "still running at epoch 30, 50% of the way" in page
+    assert "Layer by layer" not in page
+    assert "Dense, structured, shrunk" not in page
+
+
+def test_a_run_that_diverged_is_named(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", epochs=12)
+    looks = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for look in looks[8:]:
+        look |= {"train_loss": math.nan, "weights": {"accuracy": math.nan}, "structured": {"accuracy": math.nan}}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, looks)))
+    for runs in ([run], [run, fake_run(tmp_path / "other", "rmda", epochs=12)]):
+        page = page_of(tmp_path, *runs)
+        assert "not a finite number at 4 looks, first at epoch 9" in page
+        assert not re.search(r"\bnan\b", page, flags=re.IGNORECASE)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_that_has_just_begun(tmp_path: Path, epochs: int) -> None:
+    page = page_of(tmp_path, fake_run(tmp_path / "run", epochs=epochs, status="running"))
+    assert page.count('<svg class="plot"') == 4  # quality, structure, stability, loss; no zoom yet
+
+
+def test_perplexity_and_rank(tmp_path: Path) -> None:
+    info = {"metric": "perplexity", "better": "min", "structure": "low_rank_level", "paper": None}
+    runs = []
+    for method, value in (("ramda", 27.5), ("rmda", 26.25)):
+        runs.append(fake_run(tmp_path / method, method, info=info))
+        looks = [json.loads(line) for line in (runs[-1] / "metrics.jsonl").read_text().splitlines()]
+        for look in looks:
+            look["weights"]["perplexity"] = look["structured"]["perplexity"] = value * 50 / look["epoch"]
+        looks[-1]["structured"]["perplexity"] = value
+        (runs[-1] / "metrics.jsonl").write_text("\n".join(map(json.dumps, looks)))
+    page = page_of(tmp_path, *runs)
+    assert 'best perplexity</dt><dd class="big">26.25</dd><dd class="note">rmda, seed 0' in page
+    assert "low-rank level" in page
+
+
+def test_everything_from_files_is_escaped(tmp_path: Path) -> None:
+    evil = '<script>alert("x")</script>\'&'
+    info = {"title": evil, "method": evil, "command": evil, "settings": {evil: evil}, "environment": {evil: evil}}
+    runs = [fake_run(tmp_path / f"run{seed}", seed=seed, info=info) for seed in range(2)]
+    for run in runs:
+        (run / "structure.json").write_text(
+            json.dumps([{"name": evil, "shape": [1], "groups": 1, "zero_groups": 0, "elements": 1}])
+        )
+        (run / "shrunk.json").write_text(
+            json.dumps({"rows": [{"name": evil, "parameters": 1, "bytes": 1}], "device": evil})
+        )
+    for chosen in (runs[:1], runs):
+        page = page_of(tmp_path, *chosen)
+        assert "<script" not in page
+        assert "&lt;script&gt;" in page
+    # not one of them became an element or an attribute
+    seen = ask(tmp_path / "report.html", "() => document.querySelectorAll('main script').length")
+    assert (seen["answer"], seen["errors"]) == (0, [])
+
+
+def break_missing(run: Path) -> None:
+    (run / "run.json").unlink()
+
+
+def break_json(run: Path) -> None:
+    (run / "run.json").write_text('{"recipe": ')
+
+
+def break_value(run: Path) -> None:
+    (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | {"seed": "many"}))
+
+
+def break_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+
+
+def break_empty(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1, "ep')
+
+
+def break_middle(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[1] = lines[1][:20]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+
+
+def break_layers(run: Path) -> None:
+    (run / "structure.json").write_text('[{"name": "fc"}]')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (break_missing, "is not a run directory: it has no run.json"),
+        (break_json, "run.json cannot be read: Expecting value"),
+        (break_value, "run.json cannot be read: seed: Input should be a valid integer"),
+        (break_metrics, "has no metrics yet"),
+        (break_empty, "has no metrics yet"),
+        (break_middle, "metrics.jsonl, line 2 cannot be read"),
+        (break_layers, "structure.json cannot be read: 0.shape: Field required"),
+    ],
+)
+def test_problems_are_one_line_that_names_the_place(tmp_path: Path, spoil: Any, told: str) -> None:
+    run = fake_run(tmp_path / "run", epochs=4)
+    spoil(run)
+    with pytest.raises(Problem, match=re.escape(told)) as caught:
+        write_report([run], tmp_path / "report.html")
+    assert str(run) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    one = fake_run(tmp_path / "one", epochs=4)
+    other = fake_run(tmp_path / "other", epochs=4, info={"metric": "loss"})
+    with pytest.raises(Problem, match="their metric is 'accuracy' and 'loss'"):
+        write_report([one, other], tmp_path / "report.html")
+    with pytest.raises(Problem, match="no run directory given"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_recipes_that_measure_alike_share_a_page(tmp_path: Path) -> None:
+    one = fake_run(tmp_path / "one", epochs=4)
+    other = fake_run(tmp_path / "other", epochs=4, info={"recipe": "resnet50-cifar10", "title": "ResNet50 on CIFAR-10"})
+    page = page_of(tmp_path, one, other)
+    assert "<h1>VGG19 on CIFAR-10 and ResNet50 on CIFAR-10</h1>" in page
+    assert Text(page).row("resnet50-cifar10 · ramda")[1] == "1"
+
+
+def test_a_page_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "report.html"
+    out.write_text("before")
+    run = fake_run(tmp_path / "run", epochs=4)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", refuse)
+        with pytest.raises(Problem, match="cannot be written: No space left on device"):
+            write_report([run], out)
+    assert out.read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "run"}
+    assert write_report([run], out).read_text().startswith("<!doctype html>")
+
+
+def test_the_same_runs_give_the_same_page(several: tuple[list[Path], Path], tmp_path: Path) -> None:
+    runs, page = several
+    assert write_report(runs, tmp_path / "again.html").read_bytes() == page.read_bytes()
+
+
+def test_ten_long_runs_stay_under_a_megabyte(tmp_path: Path) -> None:
+    # ten names, so that no two lines are drawn as one
+    runs = [fake_run(tmp_path / str(k), epochs=1000, layers=54, info={"method": f"method {k}"}) for k in range(10)]
+    assert write_report(runs, tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_seeds_are_their_mean_in_a_band(several: tuple[list[Path], Path]) -> None:
+    runs, page = several
+    looks = [json.loads((run / "metrics.jsonl").read_text().splitlines()[9])["structured"] for run in runs[:3]]
+    values = [look["accuracy"] for look in looks]
+    told = f"ramda, mean of 3 seeds: {statistics.mean(values):.4g} ({min(values):.4g} to {max(values):.4g}) %"
+    strips = re.findall(r"<title>epoch 10\n(.*?)</title>", page.read_text(), flags=re.DOTALL)
+    assert told in strips[0].split("\n")
+
+
+def test_seeds_of_unlike_length_stay_apart(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / str(epochs), seed=epochs, epochs=epochs) for epochs in (8, 12)]
+    page = page_of(tmp_path, *runs)
+    assert "mean of 2 seeds:" not in page
+    assert {"ramda, seed 8", "ramda, seed 12"} <= {line.split(":")[0] for line in page.splitlines()}
+
+
+def test_the_same_run_twice_is_one(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", epochs=4)
+    assert page_of(tmp_path, run, run.parent / "." / "run") == page_of(tmp_path, run)
+
+
+def test_ticks_keep_their_digits() -> None:
+    x = np.arange(1.0, 11.0)
+    drawn = lines(Style("k", "loss", "", "log"), [Line("a", 0, x, 2.0 / x**2)])
+    ticks = re.findall(r"<text[^>]*>([\d.]+)</text>", drawn)
+    assert {"0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"} <= set(ticks)
+
+
+def test_the_strips_cover_the_plot() -> None:
+    x = np.arange(1.0, 11.0)
+    drawn = lines(Style("k", "accuracy", ""), [Line("a", 0, x, x * 1000)])
+    boxes = re.findall(r'<rect[^>]*?x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawn)
+    area = re.search(
+        r'<clipPath id="k-[^"]*">\s*<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawn
+    )
+    assert area
+    left, top, width, height = map(float, area.groups())
+    strips = [tuple(map(float, box)) for box in boxes if box != area.groups()]
+    assert len(strips) == 10
+    assert strips[0][0] == pytest.approx(left, abs=0.2)
+    assert strips[-1][0] + strips[-1][2] == pytest.approx(left + width, abs=0.2)
+    assert all(
+        strip[1] == pytest.approx(top, abs=0.2) and strip[3] == pytest.approx(height, abs=0.2) for strip in strips
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "falls"),
+    [
+        ([[1, 1, 0.1, 0.1, 0.01]], (2.0, 4.0)),
+        ([[1, 0.8, 0.6, 0.4, 0.3]], ()),
+        ([[1, 1, 0.1, 0.1, 0.01], [1, 1, 0.1]], (2.0, 4.0)),  # the second has not come to the second fall
+        ([[1, 1, 0.1, 0.1, 0.1], [1, 1, 1, 1, 1]], ()),
+    ],
+)
+def test_stages_are_where_the_learning_rate_falls(rates: list[list[float]], falls: tuple[float, ...]) -> None:
+    runs = []
+    for index, own in enumerate(rates):
+        looks = [Look(step=k, epoch=float(k), lr=lr, weights={}) for k, lr in enumerate(own, 1)]
+        info = Info(recipe="r", title="t", method="m", seed=index, status="running", metric="loss", better="min",
+                    structure="low_rank_level", total_steps=5)  # fmt: skip
+        runs.append(Run(path=Path(str(index)), info=info, looks=looks, layers=[], shrunk=None))
+    assert stages(runs) == falls
+
+
+def test_thinning_keeps_the_ends_and_the_spikes() -> None:
+    x = np.arange(5000.0)
+    y = np.sin(x / 300)
+    y[[777, 4321]] = 9, -9
+    kept = thin(x, y, 100)
+    assert len(kept) <= 100
+    assert {0, 777, 4321, 4999} <= set(kept.tolist())
+    assert thin(x[:50], y[:50], 100).tolist() == list(range(50))
+
+
+LOOK = """() => ({
+  plots: [...document.querySelectorAll("svg.plot")].map((plot) => {
+    const box = plot.getBoundingClientRect();
+    return {width: box.width, height: box.height, label: plot.getAttribute("aria-label"),
+            strips: plot.querySelectorAll(".strip, .spot").length,
+            lines: [...plot.querySelectorAll("path")].filter((path) => path.getBBox().width > box.width / 4).length};
+  }),
+  ids: [...document.querySelectorAll("[id]")].map((element) => element.id),
+  lost: [...document.querySelectorAll("svg.plot use")].filter((use) =>
+    !document.getElementById(use.getAttribute("xlink:href").slice(1))).length,
+  page: getComputedStyle(document.body).backgroundColor,
+  text: getComputedStyle(document.querySelector("svg.plot text")).fill,
+  font: getComputedStyle(document.querySelector("svg.plot text")).fontFamily,
+  overflow: document.documentElement.scrollWidth - innerWidth,
+  headers: [...document.querySelectorAll("th")].every((cell) => cell.scope),
+  headings: [...document.querySelectorAll("h1, h2, h3")].map((heading) => heading.textContent),
+})"""
+
+
+@pytest.mark.parametrize(
+    ("dark", "width", "page_colour", "text_colour"),
+    [
+        (False, 1280, "rgb(247, 248, 245)", "rgb(91, 102, 96)"),
+        (True, 1280, "rgb(20, 24, 22)", "rgb(163, 174, 167)"),
+        (False, 500, "rgb(247, 248, 245)", "rgb(91, 102, 96)"),
+    ],
+    ids=["light", "dark", "phone"],
+)
+def test_in_a_browser(
+    several: tuple[list[Path], Path], dark: bool, width: int, page_colour: str, text_colour: str
+) -> None:
+    seen = ask(several[1], LOOK, dark=dark, width=width)
+    assert seen["errors"] == []
+    assert seen["console"] == []
+    assert seen["requests"] == []
+    answer = seen["answer"]
+    assert len(answer["plots"]) == 7  # quality and structure with their zooms, trade-off, stability, loss
+    for plot in answer["plots"]:
+        assert plot["width"] > 300
+        assert plot["height"] > 200
+        assert plot["strips"] >= 6
+        assert re.search("ramda, (mean of 3 seeds|seed 2)", plot["label"])
+    assert answer["lost"] == 0
+    assert len(set(answer["ids"])) == len(answer["ids"])
+    assert (answer["page"], answer["text"]) == (page_colour, text_colour)
+    assert "system-ui" in answer["font"]
+    assert answer["overflow"] <= 0
+    assert answer["headers"]
+    assert {"Predictive quality", "Structure", "Layer by layer", "Stability", "Settings"} <= set(answer["headings"])
+
+
+def test_the_page_names_no_address(several: tuple[list[Path], Path]) -> None:
+    page = several[1].read_text()
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
+    assert "<script" not in page
+
+
+def test_the_browser_sees_what_is_wrong(tmp_path: Path) -> None:
+    page = tmp_path / "bad.html"
+    body = "<img src='http://127.0.0.1:9/none.png'><script>console.error('told'); lost()</script>"
+    page.write_text(f"<html><head></head><body>{body}</body></html>")
+    seen = ask(page, "() => 1")
+    assert any("lost is not defined" in error for error in seen["errors"])
+    assert any("none.png" in request for request in seen["requests"])
+    assert any("told" in line for line in seen["console"])
