@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
     if run.finished:
         progress.say(f"{job.out} is finished already.")
         return run
-    return _Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
+    return Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
 
 
-class _Training:
+class Training:
     """Everything that a run consists of, built from its job."""
 
     def __init__(self, job: Job, run: Run, accelerator: Accelerator, progress: Progress) -> None:
@@ -63,7 +64,9 @@ class _Training:
         if self.recipe.compile:
             self.model.compile()
         # the optimizer's state is where it belongs already
-        self.net, self.stepper = accelerator.prepare(self.model, self.optimizer, device_placement=[True, False])
+        self.net, wrapped = accelerator.prepare(self.model, self.optimizer, device_placement=[True, False])
+        # Accelerate's wrapper searches the disk for a package at every step, and is needed where gradients are scaled
+        self.stepper = self.optimizer if accelerator.scaler is None else wrapped
         self.stateful: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -77,53 +80,60 @@ class _Training:
         if run.checkpoint.exists():
             self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
         self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
+        self.batches = self._stream()
         self.board: SummaryWriter | None = None
 
     def go(self) -> Run:
         """From wherever the run is to its end."""
-        at, plan, accelerator = self.at, self.plan, self.accelerator
+        at, plan = self.at, self.plan
         self._announce()
         self.saved = time.monotonic()
         self.since = clock(self.device)
         with Signals() as signals:
             while at.step < plan.total:
-                order = Order(self.job.seed, at.epoch)
-                for batch in self.data.train.batches(self.part, order=order, first=at.batch, **self.shard):
-                    loss = self._step(batch)
-                    at.batch += 1
-                    at.batches += 1
-                    if not accelerator.sync_gradients:
-                        continue
-                    at.step += 1
-                    self.progress.step(at.step, loss)
-                    if at.step % plan.period == 0 or at.step == plan.total:
-                        self._look()
-                    if at.step == plan.total:  # no restart after the last step: it would end the structured point
-                        break
-                    self.schedule.step()
-                    if asked := signals.asked(accelerator, at.step):
-                        self._save()
-                        raise Stopped(asked, at.step)
-                    if time.monotonic() - self.saved >= 60 * self.recipe.save_minutes:
-                        self._save()
-                else:
-                    at.epoch, at.batch = at.epoch + 1, 0
+                loss = self.step()
+                self.progress.step(at.step, loss)
+                if at.step % plan.period == 0 or at.step == plan.total:
+                    self._look()
+                if at.step == plan.total:  # no restart after the last step: it would end the structured point
+                    break
+                self.schedule.step()
+                if asked := signals.asked(self.accelerator, at.step):
+                    self._save()
+                    raise Stopped(asked, at.step)
+                if time.monotonic() - self.saved >= 60 * self.recipe.save_minutes:
+                    self._save()
         self._finish()
         return self.run
 
-    def _step(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """One batch, or a part of it, and after the last part the optimizer's step."""
-        accelerator = self.accelerator
-        with accelerator.accumulate(self.net):
-            with accelerator.autocast():
-                loss, self.at.carry = self.task.loss(self.net, batch, self.at.carry)
-            accelerator.backward(loss)
-            if self.recipe.clip is not None and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-            self.stepper.step()
-            self.stepper.zero_grad()
-        self.loss += loss.detach()
+    def step(self) -> torch.Tensor:
+        """One step of the optimizer, on all parts of a batch; the loss of the last."""
+        accelerator, at = self.accelerator, self.at
+        for batch in self.batches:
+            with accelerator.accumulate(self.net):
+                with accelerator.autocast():
+                    loss, at.carry = self.task.loss(self.net, batch, at.carry)
+                accelerator.backward(loss)
+            self.loss += loss.detach()
+            at.batches += 1
+            if accelerator.sync_gradients:
+                break
+        if self.recipe.clip is not None:
+            accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        self.stepper.step()
+        self.stepper.zero_grad()
+        at.step += 1
         return loss
+
+    def _stream(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Batches without end, from where the run is."""
+        at = self.at
+        while True:
+            order = Order(self.job.seed, at.epoch)
+            for batch in self.data.train.batches(self.part, order=order, first=at.batch, **self.shard):
+                at.batch += 1
+                yield batch
+            at.epoch, at.batch = at.epoch + 1, 0
 
     def _look(self) -> None:
         """Evaluate the weights and the structured point, and write down what is seen."""

@@ -144,8 +144,12 @@ class Recipe(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _optimizer_of_its_name(cls, raw: Any) -> Any:
-        methods = raw.get("methods") if isinstance(raw, dict) else None
+    def _filled_in(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        if raw.get("mixed_precision") is False:  # which YAML makes of `no`
+            raw = {**raw, "mixed_precision": "no"}
+        methods = raw.get("methods")
         if not isinstance(methods, dict):
             return raw
         named = {k: {"optimizer": k, **v} if isinstance(v, dict) and k in STRUCTURED else v for k, v in methods.items()}

@@ -17,6 +17,9 @@ from espalier.app.data.source import DataSet
 # the crop that CIFAR's results are known for: a margin of 4 black pixels, then a window of the first size
 PAD = 4
 
+# batches that are made together: a dozen small kernels for each would keep the host busy for a millisecond a step
+AT_ONCE = 16
+
 # bytes (N, C, H, W) and labels (N)
 Labelled = tuple[Tensor, Tensor]
 
@@ -79,12 +82,15 @@ class ImageTensors(Examples):
         shuffle = torch.randperm(len(self), generator=generator).to(device)
         corners = torch.randint(0, 2 * PAD + 1, (len(self), 2), generator=generator).to(device)
         mirror = torch.randint(0, 2, (len(self),), generator=generator).bool().to(device)
-        for start, stop in spans:
-            chosen = shuffle[start:stop]
+        for first in range(0, len(spans), AT_ONCE):
+            some = spans[first : first + AT_ONCE]
+            at = torch.cat([torch.arange(start, stop) for start, stop in some]).to(device)
+            chosen = shuffle[at]
             images = self.images[chosen]
             if self.augment:
-                images = crop_and_flip(images, corners[start:stop], mirror[start:stop])
-            yield self.scale(images), self.labels[chosen]
+                images = crop_and_flip(images, corners[at], mirror[at])
+            sizes = [stop - start for start, stop in some]
+            yield from zip(torch.split(self.scale(images), sizes), torch.split(self.labels[chosen], sizes), strict=True)
 
 
 def crop_and_flip(images: Tensor, corners: Tensor, mirror: Tensor) -> Tensor:
