@@ -45,6 +45,9 @@ _COLUMNS = {
 }
 # those that have an entry a group
 _BY_GROUP = ("radius", "scale", "trend")
+# addresses of gradients whose tables are kept: the allocator hands out the same few sets of them again and again, and
+# a new table takes 0.1 ms of the host's time
+_TABLES = 16
 # of a parameter group, beside its penalty
 _OPTIONS = ("lr", "eps", "ramp", "betas", "momentum", "weight_decay")
 
@@ -77,12 +80,12 @@ class Plan:
             for bucket, slab in self._slabs(i):
                 buckets.setdefault(bucket, []).append(slab)
         self._slabs_in_order = [slab for slabs in buckets.values() for slab in slabs]
-        self._grads: list[int] = []
         self._aligned = False
-        self._table = torch.zeros(
-            len(self._slabs_in_order), columns.TABLE.value, dtype=torch.int64, device=self._device
-        )
         self._rows = torch.tensor([slab.row for slab in self._slabs_in_order])
+        # by where the gradients lie, and the one that CUDA graphs write into and read
+        self._tables: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+        self._shared_table = torch.zeros_like(self._rows, device=self._device)
+        self._table: Tensor | None = None
         self._spare: Tensor | None = _pinned(self._rows, self._device)
         self._recorded: list[Tensor] = []
         self._clocks = _upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
@@ -192,9 +195,11 @@ class Plan:
 
     def _point_at(self, grads: Sequence[Tensor], captured: bool) -> None:
         """Let the table hold the gradients' addresses."""
-        addresses = [g.data_ptr() for g in grads]
-        # once there is a graph, its replays change the table, too
-        if addresses == self._grads and not (captured or self._recorded):
+        addresses = tuple([g.data_ptr() for g in grads])
+        # once there is a graph, its replays change its table, too
+        graphs = captured or self.recorded
+        if not graphs and (known := self._tables.get(addresses)):
+            self._table, self._aligned = known
             return
         starts = [addresses[s.parameter] + s.start for s in self._slabs_in_order]
         self._aligned = not any(start % 16 for start in starts)
@@ -210,8 +215,14 @@ class Plan:
             rows = _pinned(rows, self._device)
             if self._spare is None:
                 self._spare = _pinned(self._rows, self._device)
-        self._table.copy_(rows, non_blocking=True)
-        self._grads = addresses
+        if graphs:
+            self._table = self._shared_table.copy_(rows, non_blocking=True)
+            return
+        if len(self._tables) == _TABLES:
+            self._tables.clear()
+        # a copy even where the rows are there already: they change with the next gradients
+        self._table = torch.empty_like(self._shared_table).copy_(rows, non_blocking=True)
+        self._tables[addresses] = self._table, self._aligned
 
     # ------------------------------------------------------------------------------------------------ launches
 
@@ -225,7 +236,7 @@ class Plan:
 
     def deliver(self) -> None:
         """The structured point into the parameters."""
-        if not self._grads:  # the table was never written: any address does for what is not read
+        if self._table is None:  # no step yet: any address does for what is not read
             self._point_at(self._params, captured=False)
         # where Newton begins is for the steps alone to say
         radii = [state["radius"] for p in self._params if "radius" in (state := self._optimizer.state[p])]
