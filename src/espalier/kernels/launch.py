@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -50,6 +50,9 @@ _BY_GROUP = ("radius", "scale", "trend")
 _TABLES = 16
 # of a parameter group, beside its penalty
 _OPTIONS = ("lr", "eps", "ramp", "betas", "momentum", "weight_decay")
+# of these, what may be a tensor on the device
+_THERE = {"lr": columns.LR, "eps": columns.EPS, "ramp": columns.RAMP}
+Alignments: TypeAlias = tuple[tuple[torch.dtype, int], ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Launch:
     """The programs of one bucket, and the memory through which they share groups."""
 
     bucket: Bucket
+    programs: int
     work: Tensor
     counters: Tensor
     early: Tensor
@@ -70,11 +74,12 @@ class Plan:
         self._optimizer, self._group, self._params = optimizer, group, list(params)
         self._device = params[0].device
         self._entrywise = group["penalty"] is None or isinstance(group["penalty"], L1)
-        self._places = [(p.data_ptr(), p.stride()) for p in params]
+        self._addresses = [p.data_ptr() for p in params]
+        self._strides = [p.stride() for p in params]
+        self._types = [p.dtype for p in params]
         for p in params:
             self._settle(p)
         self._state = self._state_now()  # the table holds their addresses
-        self._orders = [(p.dtype, p.stride()) for p in params]
         buckets: dict[Bucket, list[Slab]] = {}
         for i in range(len(params)):
             for bucket, slab in self._slabs(i):
@@ -94,7 +99,10 @@ class Plan:
         self._given: list[Any] = []
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
         self._options = torch.zeros(columns.OPTIONS.value, dtype=torch.float64, device=self._device)
+        there = {k: self._options[at.value :] for k, at in _THERE.items()}
+        self._views, self._alignments = list(there.values()), _alignments(there.values())
         self._counters, self._launches = self._schedule(buckets)
+        self._counted = len(self._counters)
 
     @property
     def recorded(self) -> bool:
@@ -105,7 +113,8 @@ class Plan:
         """Whether parameters and state still lie where they did."""
         now = self._state_now()
         return (
-            self._places == [(p.data_ptr(), p.stride()) for p in self._params]
+            self._addresses == [p.data_ptr() for p in self._params]
+            and self._strides == [p.stride() for p in self._params]
             and len(now) == len(self._state)
             and all(map(is_, now, self._state))
         )
@@ -183,6 +192,7 @@ class Plan:
         return zeroed, [
             Launch(
                 bucket,
+                len(work),
                 _upload(work, self._device),
                 counters=views[2 * i],
                 early=views[2 * i + 1],
@@ -228,8 +238,8 @@ class Plan:
 
     def step(self, finite: Tensor | None) -> None:
         """One step."""
-        grads = [p.grad for p in self._params if p.grad is not None]
-        if [(g.dtype, g.stride()) for g in grads] != self._orders:
+        grads = [g for p in self._params if (g := p.grad) is not None]
+        if [g.stride() for g in grads] != self._strides or [g.dtype for g in grads] != self._types:
             grads = [_in_order(g, p) for g, p in zip(grads, self._params, strict=True)]
         self._point_at(grads, capturing())
         self._run(finite, update=True)
@@ -247,15 +257,15 @@ class Plan:
 
     def _run(self, finite: Tensor | None, update: bool) -> None:
         optimizer, group, skip = self._optimizer, self._group, finite is not None
-        given = self._set_options()
+        given, alignments = self._set_options()
         finite = self._counters if finite is None else finite.to(self._device, torch.int32)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            tensors, counted = len(self._params), len(self._counters)
+            tensors = len(self._params)
             self._launch(
                 methods.tick,
                 tensors,
-                [self._clocks, self._scalars, self._counters, finite, *given, self._options, tensors, counted],
-                (update, skip, False, *((x.dtype, x.data_ptr() % 16) for x in given)),
+                [self._clocks, self._scalars, self._counters, finite, *given, self._options, tensors, self._counted],
+                (update, skip, False, alignments),
                 None,
             )
             for launch in self._launches:
@@ -264,7 +274,7 @@ class Plan:
                     arguments += [launch.counters, launch.early, launch.later]
                     arguments.append(getattr(optimizer._solver(group), "max_iters", 100))
                 kernel = device.step_groups if launch.bucket.tile else device.step_entries
-                self._launch(kernel, len(launch.work), arguments, (update, skip, self._aligned), launch.bucket)
+                self._launch(kernel, launch.programs, arguments, (update, skip, self._aligned), launch.bucket)
 
     def _launch(
         self, kernel: Any, programs: int, arguments: Sequence[Any], kind: tuple[Any, ...], bucket: Bucket | None
@@ -311,18 +321,18 @@ class Plan:
         }
         return constants, {"num_warps": tile.warps, "maxnreg": tile.registers}
 
-    def _set_options(self) -> tuple[Tensor, ...]:
-        """The group's options on the device; lr, eps and ramp may be tensors there already."""
+    def _set_options(self) -> tuple[Sequence[Tensor], Alignments]:
+        """The group's lr, eps and ramp on the device, where they may be tensors already; the other options go along."""
         group, penalty = self._group, self._group["penalty"]
         given = [penalty, *map(group.get, _OPTIONS)]
         plain = not any(isinstance(value, Tensor) for value in given)
         if plain and given == self._given:
-            return self._options_there()
+            return self._views, self._alignments
         self._given = given if plain else []
         first, second = group.get("betas") or (group["momentum"], 0.0)
         mix = getattr(penalty, "mix", 1.0 if isinstance(penalty, L1) else 0.0)
         lam = 0.0 if penalty is None else penalty.lam
-        there = {k: group.get(k, 0.0) for k in ("lr", "eps", "ramp")}
+        there = {k: group.get(k, 0.0) for k in _THERE}
         values = [0.0] * columns.OPTIONS.value
         for at, value in (
             (columns.FIRST_MOMENT, first),
@@ -333,9 +343,7 @@ class Plan:
             (columns.LAM_GROUP, lam * (1 - mix)),
             (columns.LAM_ENTRY, lam * mix),
             (columns.GAMMA, getattr(penalty, "gamma", 0.0)),
-            (columns.LR, there["lr"]),
-            (columns.EPS, there["eps"]),
-            (columns.RAMP, there["ramp"]),
+            *((at, there[k]) for k, at in _THERE.items()),
         ):
             values[at.value] = 0.0 if on_device(value) else float(value)
         if values != self._values:
@@ -343,15 +351,12 @@ class Plan:
                 raise RuntimeError("take a step after a change of options and before capturing one.")
             self._options.copy_(_pinned(torch.tensor(values, dtype=torch.float64), self._device), non_blocking=True)
             self._values = values
-        return self._options_there()
-
-    def _options_there(self) -> tuple[Tensor, ...]:
-        there: list[tuple[Any, Any]] = [
-            (columns.LR, self._group["lr"]),
-            (columns.EPS, self._group.get("eps")),
-            (columns.RAMP, self._group.get("ramp")),
+        if plain:
+            return self._views, self._alignments
+        found = [
+            x.to(self._device) if on_device(x) else view for x, view in zip(there.values(), self._views, strict=True)
         ]
-        return tuple(x.to(self._device) if on_device(x) else self._options[at.value :] for at, x in there)
+        return found, _alignments(found)
 
 
 def same_order(x: Tensor, y: Tensor) -> bool:
@@ -359,6 +364,11 @@ def same_order(x: Tensor, y: Tensor) -> bool:
     return x.stride() == y.stride() or all(
         n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), y.stride(), strict=True)
     )
+
+
+def _alignments(options: Iterable[Tensor]) -> Alignments:
+    """What a compiled kernel depends on in these arguments."""
+    return tuple((x.dtype, x.data_ptr() % 16) for x in options)
 
 
 def _in_order(grad: Tensor, p: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from espalier.optim.checkpoint import named
 def check_dense(groups: list[dict[str, Any]]) -> None:
     """Raise where a gradient is sparse."""
     for j, group in enumerate(groups):
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in group["params"]):
+        if any((g := p.grad) is not None and g.layout is not torch.strided for p in group["params"]):
             name = next(name for p, name in named(group, j) if p.grad is not None and p.grad.layout != torch.strided)
             raise RuntimeError(
                 f"the gradient of {name} is sparse, and Espalier's optimizers need dense ones. "
