@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import small
 import tiny
+import torch
 
 import espalier
 from espalier.app import cli
@@ -41,7 +42,7 @@ def call(*words: str) -> int:
 def test_from_training_to_a_file_that_runs_anywhere(capfd: pytest.CaptureFixture[str]) -> None:
     assert call(*TRAIN, "--set=methods.ramda.lam=0.02") == 0
     out = capfd.readouterr().out
-    assert re.search(r"accuracy [\d.]+, weighted group sparsity [\d.]+ %", out)
+    assert re.search(r"accuracy [\d.]+ %, weighted group sparsity [\d.]+ %", out)
     assert call("shrink", "runs/digits/ramda-0") == 0
     assert "largest difference" in capfd.readouterr().out
     assert call("export", "runs/digits/ramda-0") == 0
@@ -81,8 +82,8 @@ def test_lists(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tiny.make("cifar10", tmp_path / "sets")
     assert call("data", "sets") == 0
     out = capfd.readouterr().out
-    assert re.search(r"cifar10 .*found in", out)
-    assert re.search(r"mnist .*not found", out)
+    assert re.search(r"cifar10 .*\n +found in", out)
+    assert re.search(r"mnist .*\n +not found: .*mnist", out)
     assert "train-images" in out.replace("{train,t10k}-{images", "train-images")
     assert call("--version") == 0
     assert espalier.__version__ in capfd.readouterr().out
@@ -129,7 +130,17 @@ def problems(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "a truncated file": ([*vgg, f"--data={broken}"], r"data_batch_2.bin .*bytes"),
         "another data set": ([*vgg, f"--data={tmp_path}/other/mnist"], r"holds .*mnist"),
         "a GPU that is not there": ([*vgg, f"--data={data}", "--device=cuda:7"], r"--device cuda:7: \d+ GPUs are"),
-        "no such device": ([*vgg, f"--data={data}", "--device=gpu"], r"--device gpu: no such kind"),
+        "no such device": ([*vgg, f"--data={data}", "--device=gpu"], r"--device gpu: no such device"),
+        "meta": ([*TRAIN, "--device=meta"], r"--device meta: no such device"),
+        "a negative seed": (["compare", "digits", "--seeds=-1"], r"seeds are numbers from 0"),
+        "a model of words": ([*TRAIN, "--set=model.width=abc"], r"width='abc': input should be a valid integer"),
+        "an empty model": ([*TRAIN, "--set=model.width=0"], r"width=0: input should be greater than 0"),
+        "a model for other data": ([*TRAIN, "--set=model.channels=3"], r"convnet can't do the task classification"),
+        "another task": ([*TRAIN, "--set=task=language"], r"can't do the task language on digits"),
+        "too long": ([*TRAIN, "--set=scale=1e308"], r"scale='1e308': input should be less than or equal to 100"),
+        "no such module": ([*TRAIN, "--set=unpenalised=[nosuch]"], r"ramda can't take these settings: .*nosuch"),
+        "a solver of another penalty": ([*TRAIN, "--set=methods.ramda.solver={name: dr}"], r"ramda can't take these"),
+        "a solver of none": ([*TRAIN, "--set=methods.dense.solver={name: pg}"], r"adamw has no subproblem"),
         "no run": (["shrink", "nothing"], r"nothing is no run"),
         "no run to report on": (["report", "nothing"], r"nothing"),
         "no run to export": (["export", "nothing"], r"nothing is no run"),
@@ -160,7 +171,7 @@ def test_runs_are_not_mixed_up(capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     out = f"--out={run}"
     for words, message in (
-        (TRAIN, r"holds this run already, finished: add --resume"),
+        (TRAIN, r"holds this run already \(finished\): delete it to run it again"),
         ([*TRAIN, out, "--resume", "--method=rmda"], r"another run, with method = ramda instead of rmda"),
         ([*TRAIN, out, "--resume", "--seed=1"], r"another run, with seed = 0 instead of 1"),
         ([*TRAIN, out, "--resume", "--set=batch=4"], r"another run, with batch = 8 instead of 4"),
@@ -184,10 +195,34 @@ def test_a_checkpoint_of_another_recipe(tmp_path: Path, capfd: pytest.CaptureFix
     Path("b/checkpoint.pt").write_bytes(Path("a/checkpoint.pt").read_bytes())
     capfd.readouterr()
     assert call(*TRAIN, "--out=b", "--resume") == 2
-    assert_one_line(capfd.readouterr().err, r"b/checkpoint.pt belongs to another run")
+    assert_one_line(capfd.readouterr().err, r"b/checkpoint.pt belongs to another run, or is damaged")
+    for odd in ({"format": 1}, {"format": 1, "ranks": [1]}, [], {"format": 1, "ranks": [{}], "position": 3}):
+        torch.save(odd, "b/checkpoint.pt")
+        assert call(*TRAIN, "--out=b", "--resume") == 2
+        assert_one_line(capfd.readouterr().err, r"b/checkpoint.pt")
     Path("b/checkpoint.pt").write_bytes(b"no checkpoint at all")
     assert call(*TRAIN, "--out=b", "--resume") == 2
     assert_one_line(capfd.readouterr().err, r"can't read the checkpoint b/checkpoint.pt")
+
+
+def test_damaged_runs_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(*TRAIN, "--out=run") == 0
+    good = {name: Path("run", name).read_bytes() for name in ("run.json", "metrics.jsonl", "model.safetensors")}
+    capfd.readouterr()
+    for name, damaged in (
+        ("run.json", b"[]"), ("run.json", b"{}"), ("run.json", b"\xff"), ("run.json", b"{"),
+        ("metrics.jsonl", b"nonsense\n"), ("metrics.jsonl", b"3\n"), ("model.safetensors", b"short"),
+    ):  # fmt: skip
+        Path("run", name).write_bytes(damaged)
+        assert call("shrink", "run") == 2, (name, damaged)
+        assert_one_line(capfd.readouterr().err, r"run")
+        Path("run", name).write_bytes(good[name])
+    assert call("shrink", "run") == 0
+
+
+def test_names_with_brackets(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(*TRAIN, "--out=runs[v2][/x]") == 0
+    assert "espalier shrink 'runs[v2][/x]'" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
@@ -201,5 +236,5 @@ def test_a_signal_ends_with_a_checkpoint_and_the_way_on(number: int, code: int, 
     process.send_signal(number)
     err = process.communicate(timeout=60)[1]
     assert process.returncode == code
-    assert_one_line(err, r"stopped at step \d+, checkpoint written. The same command with --resume goes on")
+    assert_one_line(err, r"stopped at step \d+, checkpoint written. The same command with --resume goes on.")
     assert (tmp_path / "runs/digits/ramda-0/checkpoint.pt").exists()

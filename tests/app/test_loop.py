@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import small
+import tiny
 import torch
 from torch import Tensor
 
 import espalier
 from espalier.app import recipe
+from espalier.app.data import open_data
 from espalier.app.deliver import open_delivered, shrink_run
 from espalier.app.errors import Problem, Stopped
 from espalier.app.loop import train
+from espalier.app.methods import make_optimizer
 from espalier.app.progress import Silent
 from espalier.app.report import write_report
-from espalier.app.run import Run, read
+from espalier.app.run import Job, Run, read
+from espalier.app.tasks import Language, open_task
 
 
 class StopAt(Silent):
@@ -150,19 +157,27 @@ def test_a_run_killed_at_any_moment_ends_the_same(tmp_path: Path) -> None:
     assert_same(reference, Run(tmp_path / "killed"))
 
 
-def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
-    # the same global batches; sums over processes round differently
-    changes = ("length=12", "evaluate_every=6", "milestones=[6]")
-    job = small.job("mnist-logreg", tmp_path, changes=changes, out="one")
-    one = train(job, Silent())
-    # as `accelerate launch` starts processes for several GPUs
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29517"]
-    command += ["-m", "espalier.app.cli", "train", "mnist-logreg", "--data", str(job.data), "--device=cpu", "--out=two"]
-    command += [f"--set={change}" for change in (*small.SHORT, *changes)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+def launched(where: Path, name: str, changes: tuple[str, ...], out: str) -> Run:
+    """A run by two processes, started as `accelerate launch` starts them for several GPUs."""
+    job = small.job(name, where, changes=changes)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    command += ["-m", "espalier.app.cli", "train", name, f"--data={job.data}", "--device=cpu", f"--out={out}"]
+    command += [f"--set={change}" for change in (*small.SHORT, *small.NARROW[name], *changes)]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
-    two = read(tmp_path / "two")
-    assert two.facts["environment"]["processes"] == 2
+    run = read(where / out)
+    assert run.facts["environment"]["processes"] == 2
+    return run
+
+
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    # the same global batches; sums over processes round differently. A test split of 32 leaves 1 over at 31
+    changes = ("length=12", "evaluate_every=6", "milestones=[6]", "save_minutes=0.0001", "eval_batch=31")
+    one = train(small.job("mnist-logreg", tmp_path, changes=changes, out="one"), Silent())
+    two = launched(tmp_path, "mnist-logreg", changes, "two")
     a, b = (safetensors.torch.load_file(run.model) for run in (one, two))
     for name in a:
         assert torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6), name
@@ -170,6 +185,113 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     for x, y in zip(one.looks(), two.looks(), strict=True):
         assert y["weights"] == pytest.approx(x["weights"], rel=1e-4)
         assert y["train_loss"] == pytest.approx(x["train_loss"], rel=1e-4)
+
+
+def test_two_processes_measure_what_they_deliver(tmp_path: Path) -> None:
+    # batch norm's statistics are each process's own until they are shared
+    run = launched(tmp_path, "digits", ("eval_batch=148",), "two")
+    found = open_delivered(run.path)
+    assert found.task(None).evaluate(found.model) == pytest.approx(
+        {k: v for k, v in run.delivered.items() if k != "structure"}, rel=1e-4
+    )
+
+
+def test_perplexity_counts_words_not_windows(tmp_path: Path) -> None:
+    job = small.job("transformerxl-wt103", tmp_path)
+    data = open_data("text", job.data, device=torch.device("cpu"), options={"length": 50})
+    task = open_task(job.recipe, data, torch.device("cpu"))
+    model = task.build().eval()
+    total = words = 0.0
+    memory = None
+    with torch.no_grad():
+        for tokens, targets in data.test.batches(4):
+            nll, memory = model(tokens, memory, targets)
+            total, words = total + float(nll.double().sum()), words + targets.numel()
+    assert words % (4 * 50)  # the last window is shorter, or this shows nothing
+    assert task.evaluate(model)["perplexity"] == pytest.approx(math.exp(total / words), rel=1e-5)
+
+
+def test_memory_ends_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small.job("transformerxl-wt103", tmp_path, changes=("data.length=200", "evaluate_every=20"))
+    seen: list[bool] = []
+    real = Language.loss
+
+    def watched(self: Language, model: torch.nn.Module, batch: tuple[Tensor, ...], carry: list[Tensor]) -> Any:
+        if model.training:
+            seen.append(bool(carry))
+        return real(self, model, batch, carry)
+
+    monkeypatch.setattr(Language, "loss", watched)
+    run = train(job, Silent())
+    epoch = round(20 / run.looks()[-1]["epoch"])
+    assert 1 < epoch < 20
+    assert seen == [i % epoch != 0 for i in range(20)]
+
+
+def test_accumulation_does_not_change_how_long_a_run_is(tmp_path: Path) -> None:
+    # 1500 digits are 6 parts of 250: one step and a half an epoch
+    loaded = recipe.load("digits", ["batch=1000", "accumulate=4", "length=10", "milestones=[4]", "model.width=2"])
+    run = train(Job("digits", loaded.only("ramda"), "ramda", 0, tmp_path / "run", device="cpu"), Silent())
+    assert run.looks()[-1]["step"] == 15
+    assert run.looks()[-1]["epoch"] == pytest.approx(10)
+
+
+def test_a_run_killed_before_it_had_begun_goes_on(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path)
+    job.out.mkdir()
+    (job.out / ".run.json.part").write_text("{")
+    assert train(job, Silent(), resume=True).finished
+
+
+def test_a_lost_model_is_delivered_again(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path)
+    run = train(job, Silent())
+    before = run.model.read_bytes()
+    run.model.unlink()
+    assert train(job, Silent(), resume=True).model.read_bytes() == before
+
+
+def test_a_stopped_run_says_so(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path)
+    with pytest.raises(Stopped):
+        train(job, StopAt(3))
+    assert read(job.out).facts["status"] == "stopped"
+
+
+def test_runs_on_other_data_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    job = small.job("mnist-logreg", tmp_path)
+    train(job, Silent())
+    other = replace(job, data=tiny.make("mnist", tmp_path / "elsewhere"))
+    with pytest.raises(Problem, match=r"another run, with --data = .*data instead of .*elsewhere"):
+        train(other, Silent(), resume=True)
+
+
+def test_only_a_dense_run_of_the_same_settings_stands_beside(tmp_path: Path) -> None:
+    run = train(small.job("digits", tmp_path, out="ramda"), Silent())
+    train(small.job("digits", tmp_path, method="dense", changes=("model.width=8",), out="wide"), Silent())
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/run.json").write_text("[]")
+    shrink_run(run.path)
+    assert [x["name"] for x in json.loads((run.path / "shrunk.json").read_text())["rows"]] == ["structured", "shrunk"]
+    train(small.job("digits", tmp_path, method="dense", out="dense"), Silent())
+    shrink_run(run.path)
+    rows = json.loads((run.path / "shrunk.json").read_text())["rows"]
+    assert [x["name"] for x in rows] == ["dense", "structured", "shrunk"]
+    assert rows[0]["parameters"] == rows[1]["parameters"] >= rows[2]["parameters"]
+
+
+def test_other_penalties_report_too(tmp_path: Path) -> None:
+    run = train(small.job("digits", tmp_path, changes=("penalty=l1", "methods.ramda.lam=0.01")), Silent())
+    assert run.facts["structure"] == "element_sparsity"
+    assert "zero weights" in write_report([run.path], tmp_path / "page.html").read_text()
+
+
+def test_no_weight_decay_is_none(tmp_path: Path) -> None:
+    # AdamW's own default is 0.01
+    for name, method in (("vit-mim-cifar10", "dense"), ("mnist-logreg", "proxgen")):
+        job = small.job(name, tmp_path, method=method)
+        optimizer = make_optimizer(job.recipe, job.of, torch.nn.Linear(2, 2), job.recipe.plan(1))
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0}
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_simmim_loss_is_the_mean_over_hidden_pixels() -> None:
 def test_simmim_agrees_with_transformers_and_sees_no_hidden_patch() -> None:
     torch.manual_seed(0)
     model = vit_mim(image=8, patch=2, hidden=16, heads=2, layers=1, inner=16).eval()
-    image, mask = torch.randn(2, 3, 8, 8), random_mask(2, model.patches, 0.5, torch.Generator().manual_seed(0), "cpu")
+    image, mask = torch.randn(2, 3, 8, 8), random_mask(2, 16, 0.5, torch.Generator().manual_seed(0), "cpu")
     painted = model(image, mask)
     theirs = model.network(pixel_values=image, bool_masked_pos=mask).loss
     torch.testing.assert_close(simmim_loss(painted, image, mask), theirs, rtol=1e-5, atol=1e-6)

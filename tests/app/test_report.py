@@ -16,6 +16,7 @@ import pytest
 from browser import ask
 
 from espalier.app.errors import Problem
+from espalier.app.picks import picked
 from espalier.app.report import write_report
 from espalier.app.report.chart import Line, Style, lines, thin
 from espalier.app.report.plots import stages
@@ -24,10 +25,10 @@ from espalier.app.report.runs import Info, Look, Run
 PAPER = {
     "ramda": {"quality": 92.89, "structure": 86.31},
     "rmda": {"quality": 93.13, "structure": 90.22},
-    "prox_sgd": {"quality": 92.82, "structure": 82.76},
+    "proxsgd": {"quality": 92.82, "structure": 82.76},
     "dense": {"quality": 93.95, "structure": None},
 }
-LEVEL = {"ramda": 86.0, "rmda": 90.0, "prox_sgd": 82.0, "dense": 0.0}
+LEVEL = {"ramda": 86.0, "rmda": 90.0, "proxsgd": 82.0, "dense": 0.0}
 
 
 def fake_run(
@@ -152,6 +153,20 @@ def last_look(run: Path) -> dict[str, Any]:
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+def change_look(run: Path, index: int, **changes: Any) -> None:
+    """Put other values into one look of a run."""
+    looks = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    looks[index] |= changes
+    (run / "metrics.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+
+
+def card(page: str, name: str) -> tuple[str, str]:
+    """The big number and the note of a card."""
+    found = re.search(f'<dt>{name}</dt><dd class="big">(.*?)</dd><dd class="note">(.*?)</dd>', page)
+    assert found, f"no card {name!r}"
+    return found[1], found[2]
+
+
 def page_of(tmp_path: Path, *runs: Path) -> str:
     return write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -160,14 +175,14 @@ def page_of(tmp_path: Path, *runs: Path) -> str:
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
     """Four methods, two or three seeds, and their report."""
     home = tmp_path_factory.mktemp("runs")
-    kinds = [("ramda", 0), ("ramda", 1), ("ramda", 2), ("rmda", 0), ("rmda", 1), ("prox_sgd", 0), ("dense", 0)]
+    kinds = [("ramda", 0), ("ramda", 1), ("ramda", 2), ("rmda", 0), ("rmda", 1), ("proxsgd", 0), ("dense", 0)]
     runs = [fake_run(home / f"{method}-{seed}", method, seed, layers=16) for method, seed in kinds]
     return runs, write_report(runs, home / "report.html")
 
 
 def test_means_and_deviations_are_those_of_the_last_looks(several: tuple[list[Path], Path]) -> None:
     runs, page = several
-    row = Text(page.read_text()).row("ramda")
+    row = Text(page.read_text()).row("RAMDA")
     looks = [last_look(run)["structured"] for run in runs[:3]]
     for cell, paper, name, published in ((2, 3, "accuracy", 92.89), (4, 5, "structure", 86.31)):
         values = [look[name] for look in looks]
@@ -186,9 +201,139 @@ def test_one_run_has_no_deviation_and_dense_no_structure(several: tuple[list[Pat
 
 def test_means_leave_out_what_is_not_finished(tmp_path: Path) -> None:
     runs = [fake_run(tmp_path / str(seed), seed=seed, status="running" if seed else "finished") for seed in range(3)]
-    row = Text(page_of(tmp_path, *runs)).row("ramda")
+    row = Text(page_of(tmp_path, *runs)).row("RAMDA")
     assert row[1] == "3, 1 finished"
     assert row[2] == f"{last_look(runs[0])['structured']['accuracy']:.2f} %"
+
+
+def look_of(step: int, structured: float | None, weights: float = 0.0) -> dict[str, Any]:
+    point = None if structured is None else {"structure": structured}
+    return {"step": step, "weights": {"structure": weights}, "structured": point}
+
+
+@pytest.mark.parametrize(
+    ("pick", "structures", "step"),
+    [
+        ("last", [3.0, 9.0, 5.0], 3),
+        ("most-structured", [3.0, 9.0, 5.0], 2),
+        ("most-structured", [9.0, 9.0, 5.0], 2),  # of equals the latest
+        ("most-structured", [9.0, math.nan, 5.0], 1),
+        ("most-structured", [math.nan, math.nan], 2),
+        ("most-structured", [None, None, None], 3),  # a dense run, whose weights have no zero
+    ],
+)
+def test_the_picked_look(pick: str, structures: list[float | None], step: int) -> None:
+    looks = [look_of(index, value) for index, value in enumerate(structures, 1)]
+    assert picked(looks, pick)["step"] == step
+
+
+def test_the_weights_are_picked_from_where_there_is_no_structured_point() -> None:
+    assert picked([look_of(1, None, 7.0), look_of(2, None, 8.0), look_of(3, 2.0, 9.0)], "most-structured")["step"] == 2
+    assert picked([{"step": 1, "weights": {}}, {"step": 2, "weights": {}}], "most-structured")["step"] == 2
+    with pytest.raises(ValueError, match="'best'"):
+        picked([look_of(1, 1.0)], "best")
+
+
+def test_numbers_of_the_most_structured_epoch(tmp_path: Path) -> None:
+    """One peak of structure amid the run: everything that is one number a run comes from it."""
+    info = {"pick": "most-structured", "structure": "element_sparsity"}
+    runs = [fake_run(tmp_path / str(seed), seed=seed, info=info) for seed in range(2)]
+    runs.append(fake_run(tmp_path / "dense", "dense", info=info))
+    for run, accuracy in zip(runs[:2], (60.5, 61.5), strict=True):
+        peak = {"accuracy": accuracy, "loss": 1.0, "structure": 99.25}
+        change_look(run, 11, structured=peak, weights={"accuracy": accuracy - 10, "loss": 2.0, "structure": 0.0})
+    page = page_of(tmp_path, *runs)
+    mean = Text(page).row("RAMDA")
+    assert (mean[2], mean[4]) == ("61.00 ± 0.71 %", "99.25 ± 0.00 %")
+    assert mean[3] == "92.89 (−31.89)"
+    assert mean[6] == "the most structured epoch"
+    row = Text(page).row("RAMDA, seed 0")
+    assert (row[2], row[3], row[4], row[5]) == ("30", "60.50 %", "50.50 %", "99.25 %")
+    assert row[-1] == "the most structured epoch, 12"
+    assert Text(page).row("dense")[6] == "the last epoch"
+    assert card(page, "highest zero weights") == ("99.25 %", "RAMDA, mean of 2 seeds")
+    assert "RAMDA, seed 0: 60.5 at 99.25 %" in page  # a point of the trade-off
+    alone = page_of(tmp_path, runs[0])
+    assert card(alone, "accuracy")[0] == "60.50 %"
+    assert card(alone, "accuracy")[1].startswith("at the structured point of the most structured epoch, 12;")
+    assert "most structured" not in page_of(tmp_path, fake_run(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("measure", "name", "told", "changing"),
+    [
+        ("weighted_group_sparsity", "weighted group sparsity", "the share of weights in groups", "groups"),
+        ("low_rank_level", "low-rank level", "1 − Σ rank / Σ full rank", "ranks"),
+        ("element_sparsity", "zero weights", "the share of single weights", "weights"),
+    ],
+)
+def test_each_measure_has_its_name(tmp_path: Path, measure: str, name: str, told: str, changing: str) -> None:
+    run = fake_run(tmp_path / "run", epochs=4, info={"structure": measure})
+    change_look(run, -1, flipped=2, groups=161)
+    page = page_of(tmp_path, run)
+    assert f"{name.capitalize()}: {told}" in page
+    assert card(page, name)[1].startswith(f"not stable: 2 of 161 {changing} changed at the last look;")
+    assert f"{changing} that changed</text>" in page
+    both = page_of(tmp_path, run, fake_run(tmp_path / "other", "rmda", epochs=4, info={"structure": measure}))
+    assert Text(both).row("RAMDA, seed 0")[6] == f"not stable: 2 of 161 {changing} changed at the last look"
+    assert Text(both).row("RMDA, seed 0")[6] == "since epoch 2"  # 400 exp(-12 · 2/4) rounds to 1, and at 3/4 to 0
+
+
+def test_a_run_that_did_not_compare_structures_says_nothing_of_stability(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", epochs=2)
+    for index in range(2):
+        change_look(run, index, flipped=None)
+    assert card(page_of(tmp_path, run), "weighted group sparsity")[1].startswith("–;")
+
+
+def test_methods_are_called_as_the_paper_does(several: tuple[list[Path], Path], tmp_path: Path) -> None:
+    page = several[1].read_text()
+    # as the name of a line, a point, a row or a legend; commands and settings keep what was typed
+    assert not re.search(r"(?<![\w-])(ramda|rmda|proxsgd)(, (mean|seed|paper)|</th>|</li>)", page)
+    for name in ("RAMDA", "RMDA", "ProxSGD", "dense"):
+        assert f'aria-hidden="true"></span>{name}</li>' in page
+    alone = page_of(tmp_path, fake_run(tmp_path / "own", epochs=4, info={"method": "my [way]"}))
+    assert "my [way], seed 0: finished" in alone
+
+
+def test_the_best_structured_quality_is_called_so(several: tuple[list[Path], Path], tmp_path: Path) -> None:
+    runs, path = several
+    page = path.read_text()
+    means = {
+        name: statistics.mean(last_look(run)["structured"]["accuracy"] for run in runs if run.name.startswith(key))
+        for name, key in (("RAMDA", "ramda"), ("RMDA", "rmda"), ("ProxSGD", "proxsgd"))
+    }
+    best = max(means, key=lambda name: means[name])
+    big, note = card(page, "best structured accuracy")
+    assert big == f"{means[best]:.2f} %"
+    assert note.startswith(f"{best}, ")
+    assert "best accuracy" not in page
+    dense = [fake_run(tmp_path / str(seed), "dense", seed, epochs=4) for seed in range(2)]
+    values = [last_look(run)["weights"]["accuracy"] for run in dense]
+    assert card(page_of(tmp_path, *dense), "best accuracy") == (
+        f"{statistics.mean(values):.2f} %",
+        "dense, mean of 2 seeds",
+    )
+
+
+def test_the_page_says_how_batch_norm_was_treated(tmp_path: Path) -> None:
+    told = (
+        "the structured point is evaluated with batch norm’s statistics taken anew, the weights with their running ones"
+    )
+    assert told in page_of(tmp_path, fake_run(tmp_path / "run", epochs=4))
+    assert told not in page_of(tmp_path, fake_run(tmp_path / "dense", "dense", epochs=4))
+
+
+@pytest.mark.parametrize("title", ["", " ", None])
+def test_a_run_without_a_title_has_its_recipe_as_one(tmp_path: Path, title: str | None) -> None:
+    run = fake_run(tmp_path / "run", epochs=4, info={"recipe": "my <own>", "title": title})
+    if title is None:
+        facts = json.loads((run / "run.json").read_text())
+        del facts["title"]
+        (run / "run.json").write_text(json.dumps(facts))
+    page = page_of(tmp_path, run)
+    assert "<h1>my &lt;own&gt;</h1>" in page
+    assert "<title>my &lt;own&gt;</title>" in page
 
 
 def test_stable_since_is_the_last_change(tmp_path: Path) -> None:
@@ -200,7 +345,7 @@ def test_stable_since_is_the_last_change(tmp_path: Path) -> None:
 
 def test_size_before_and_after(tmp_path: Path) -> None:
     page = page_of(tmp_path, fake_run(tmp_path / "run"))
-    assert "80.2\u00a0MB → 8.4\u00a0MB" in page
+    assert "80.2\u00a0MB\u00a0→\u00a08.4\u00a0MB" in page
     assert "9.54 times smaller" in page  # 80.16 / 8.4 = 9.543
     assert Text(page).row("shrunk") == ["shrunk", "92.90 %", "–", "2.1 M", "8.4 MB", "0.9 ms"]
 
@@ -270,7 +415,7 @@ def test_perplexity_and_rank(tmp_path: Path) -> None:
         looks[-1]["structured"]["perplexity"] = value
         (runs[-1] / "metrics.jsonl").write_text("\n".join(map(json.dumps, looks)))
     page = page_of(tmp_path, *runs)
-    assert 'best perplexity</dt><dd class="big">26.25</dd><dd class="note">rmda, seed 0' in page
+    assert 'best structured perplexity</dt><dd class="big">26.25</dd><dd class="note">RMDA, seed 0' in page
     assert "low-rank level" in page
 
 
@@ -294,56 +439,76 @@ def test_everything_from_files_is_escaped(tmp_path: Path) -> None:
     assert (seen["answer"], seen["errors"]) == (0, [])
 
 
-def break_missing(run: Path) -> None:
-    (run / "run.json").unlink()
+BINARY = bytes(range(128, 256))
+DEEP = b"[" * 200_000
 
 
-def break_json(run: Path) -> None:
-    (run / "run.json").write_text('{"recipe": ')
-
-
-def break_value(run: Path) -> None:
-    (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | {"seed": "many"}))
-
-
-def break_metrics(run: Path) -> None:
-    (run / "metrics.jsonl").unlink()
-
-
-def break_empty(run: Path) -> None:
-    (run / "metrics.jsonl").write_text('{"step": 1, "ep')
-
-
-def break_middle(run: Path) -> None:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[1] = lines[1][:20]
-    (run / "metrics.jsonl").write_text("\n".join(lines))
-
-
-def break_layers(run: Path) -> None:
-    (run / "structure.json").write_text('[{"name": "fc"}]')
+def damaged(run: Path, name: str, content: bytes | None) -> None:
+    """Replace a file, or delete it."""
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("name", "content", "told"),
     [
-        (break_missing, "is not a run directory: it has no run.json"),
-        (break_json, "run.json cannot be read: Expecting value"),
-        (break_value, "run.json cannot be read: seed: Input should be a valid integer"),
-        (break_metrics, "has no metrics yet"),
-        (break_empty, "has no metrics yet"),
-        (break_middle, "metrics.jsonl, line 2 cannot be read"),
-        (break_layers, "structure.json cannot be read: 0.shape: Field required"),
+        ("run.json", None, "is not a run directory: it has no run.json"),
+        ("run.json", b'{"recipe": ', "run.json cannot be read: Expecting value"),
+        ("run.json", b"", "run.json cannot be read: Expecting value"),
+        ("run.json", b"[]", "run.json cannot be read: the whole: Input should be a valid dictionary"),
+        ("run.json", b"{}", "run.json cannot be read: recipe: Field required"),
+        ("run.json", BINARY, "run.json cannot be read: 'utf-8' codec can't decode"),
+        ("run.json", DEEP, "run.json cannot be read: maximum recursion depth exceeded"),
+        ("metrics.jsonl", None, "has no metrics yet"),
+        ("metrics.jsonl", b'{"step": 1, "ep', "has no metrics yet"),
+        ("metrics.jsonl", BINARY, "has no metrics yet"),
+        ("structure.json", b'[{"name": "fc"}]', "structure.json cannot be read: 0.shape: Field required"),
+        ("structure.json", b"{}", "structure.json cannot be read: the whole: Input should be a valid list"),
+        ("structure.json", b"[1]", "structure.json cannot be read: 0: Input should be a valid dictionary"),
+        ("structure.json", b"", "structure.json cannot be read: Expecting value"),
+        ("structure.json", BINARY, "structure.json cannot be read: 'utf-8' codec can't decode"),
+        ("shrunk.json", b"[]", "shrunk.json cannot be read: the whole: Input should be a valid dictionary"),
+        ("shrunk.json", b"null", "shrunk.json cannot be read: the whole: Input should be a valid dictionary"),
+        ("shrunk.json", b'{"rows": [{}]}', "shrunk.json cannot be read: rows.0.name: Field required"),
+        ("shrunk.json", BINARY, "shrunk.json cannot be read: 'utf-8' codec can't decode"),
     ],
 )
-def test_problems_are_one_line_that_names_the_place(tmp_path: Path, spoil: Any, told: str) -> None:
+def test_damage_is_one_line_that_names_the_file(tmp_path: Path, name: str, content: bytes | None, told: str) -> None:
     run = fake_run(tmp_path / "run", epochs=4)
-    spoil(run)
-    with pytest.raises(Problem, match=re.escape(told)) as caught:
-        write_report([run], tmp_path / "report.html")
+    damaged(run, name, content)
+    assert told in problem(run, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", "many"), ("structure", "beauty"), ("pick", "best"), ("paper", {"quality": math.nan})]
+)
+def test_a_wrong_value_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    run = fake_run(tmp_path / "run", epochs=4, info={name: value})
+    assert f"run.json cannot be read: {name}" in problem(run, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"step": 391, "epo', b"garbage", b"[1, 2]", b"7", b"null", b"{}", BINARY, DEEP,
+     b'{"step": 1, "epoch": NaN, "weights": {}}', b'{"step": 1, "epoch": 1, "weights": {"accuracy": "good"}}'],
+)  # fmt: skip
+def test_damage_amid_the_metrics_is_one_line_that_names_it(tmp_path: Path, line: bytes) -> None:
+    run = fake_run(tmp_path / "run", epochs=4)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines()
+    lines[1] = line
+    (run / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert "metrics.jsonl, line 2 cannot be read" in problem(run, tmp_path / "report.html")
+
+
+def problem(run: Path, out: Path) -> str:
+    """What is said of a run that cannot be shown."""
+    with pytest.raises(Problem) as caught:
+        write_report([run], out)
     assert str(run) in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "report.html").exists()
+    assert not out.exists()
+    return str(caught.value)
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
@@ -360,7 +525,7 @@ def test_recipes_that_measure_alike_share_a_page(tmp_path: Path) -> None:
     other = fake_run(tmp_path / "other", epochs=4, info={"recipe": "resnet50-cifar10", "title": "ResNet50 on CIFAR-10"})
     page = page_of(tmp_path, one, other)
     assert "<h1>VGG19 on CIFAR-10 and ResNet50 on CIFAR-10</h1>" in page
-    assert Text(page).row("resnet50-cifar10 · ramda")[1] == "1"
+    assert Text(page).row("resnet50-cifar10 · RAMDA")[1] == "1"
 
 
 def test_a_page_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +542,8 @@ def test_a_page_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             write_report([run], out)
     assert out.read_text() == "before"
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "run"}
+    with pytest.raises(Problem, match="is a directory: name a file"):
+        write_report([run], tmp_path)
     assert write_report([run], out).read_text().startswith("<!doctype html>")
 
 
@@ -395,7 +562,7 @@ def test_seeds_are_their_mean_in_a_band(several: tuple[list[Path], Path]) -> Non
     runs, page = several
     looks = [json.loads((run / "metrics.jsonl").read_text().splitlines()[9])["structured"] for run in runs[:3]]
     values = [look["accuracy"] for look in looks]
-    told = f"ramda, mean of 3 seeds: {statistics.mean(values):.4g} ({min(values):.4g} to {max(values):.4g}) %"
+    told = f"RAMDA, mean of 3 seeds: {statistics.mean(values):.4g} ({min(values):.4g} to {max(values):.4g}) %"
     strips = re.findall(r"<title>epoch 10\n(.*?)</title>", page.read_text(), flags=re.DOTALL)
     assert told in strips[0].split("\n")
 
@@ -404,7 +571,7 @@ def test_seeds_of_unlike_length_stay_apart(tmp_path: Path) -> None:
     runs = [fake_run(tmp_path / str(epochs), seed=epochs, epochs=epochs) for epochs in (8, 12)]
     page = page_of(tmp_path, *runs)
     assert "mean of 2 seeds:" not in page
-    assert {"ramda, seed 8", "ramda, seed 12"} <= {line.split(":")[0] for line in page.splitlines()}
+    assert {"RAMDA, seed 8", "RAMDA, seed 12"} <= {line.split(":")[0] for line in page.splitlines()}
 
 
 def test_the_same_run_twice_is_one(tmp_path: Path) -> None:
@@ -479,6 +646,11 @@ LOOK = """() => ({
   page: getComputedStyle(document.body).backgroundColor,
   text: getComputedStyle(document.querySelector("svg.plot text")).fill,
   font: getComputedStyle(document.querySelector("svg.plot text")).fontFamily,
+  broken: [...document.querySelectorAll(".big")].filter((big) => {
+    const range = document.createRange();
+    range.selectNodeContents(big);
+    return range.getClientRects().length !== 1 || big.scrollWidth > big.clientWidth;
+  }).map((big) => big.textContent),
   overflow: document.documentElement.scrollWidth - innerWidth,
   headers: [...document.querySelectorAll("th")].every((cell) => cell.scope),
   headings: [...document.querySelectorAll("h1, h2, h3")].map((heading) => heading.textContent),
@@ -491,8 +663,9 @@ LOOK = """() => ({
         (False, 1280, "rgb(247, 248, 245)", "rgb(91, 102, 96)"),
         (True, 1280, "rgb(20, 24, 22)", "rgb(163, 174, 167)"),
         (False, 500, "rgb(247, 248, 245)", "rgb(91, 102, 96)"),
+        (False, 800, "rgb(247, 248, 245)", "rgb(91, 102, 96)"),
     ],
-    ids=["light", "dark", "phone"],
+    ids=["light", "dark", "phone", "tablet"],
 )
 def test_in_a_browser(
     several: tuple[list[Path], Path], dark: bool, width: int, page_colour: str, text_colour: str
@@ -507,12 +680,13 @@ def test_in_a_browser(
         assert plot["width"] > 300
         assert plot["height"] > 200
         assert plot["strips"] >= 6
-        assert re.search("ramda, (mean of 3 seeds|seed 2)", plot["label"])
+        assert re.search("RAMDA, (mean of 3 seeds|seed 2)", plot["label"])
     assert answer["lost"] == 0
     assert len(set(answer["ids"])) == len(answer["ids"])
     assert (answer["page"], answer["text"]) == (page_colour, text_colour)
     assert "system-ui" in answer["font"]
     assert answer["overflow"] <= 0
+    assert answer["broken"] == []  # each big number stands in one line
     assert answer["headers"]
     assert {"Predictive quality", "Structure", "Layer by layer", "Stability", "Settings"} <= set(answer["headings"])
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, one_line
 from espalier.app.run import replacing
 
 FORMAT = 1
@@ -33,10 +33,11 @@ class Position:
 
 def save(path: Path, accelerator: Accelerator, position: Position, parts: dict[str, Any]) -> None:
     """Write a checkpoint, in the main process; the last good one stays until this one is whole."""
-    ranks = gather_object([{"rng": _rng(accelerator), "carry": [c.cpu() for c in position.carry]}])
+    mine = {"rng": _rng(accelerator), "carry": [c.cpu() for c in position.carry], "loss": position.loss}
+    ranks = gather_object([mine])
     if accelerator.is_main_process:
         state = {k: part.state_dict() for k, part in parts.items()}
-        where = {k: v for k, v in asdict(position).items() if k != "carry"}
+        where = {k: v for k, v in asdict(position).items() if k not in ("carry", "loss")}
         try:
             with replacing(path) as file:
                 torch.save({"format": FORMAT, "position": where, "ranks": ranks, **state}, file)
@@ -51,23 +52,23 @@ def load(path: Path, accelerator: Accelerator, parts: dict[str, Any]) -> Positio
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise Problem(f"can't read the checkpoint {path}: {' '.join(str(error).split())[:200]}") from error
+        raise Problem(f"can't read the checkpoint {path}: {one_line(error)}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise Problem(f"{path} is no checkpoint of this version of espalier")
-    if len(state["ranks"]) != accelerator.num_processes:
-        raise Problem(
-            f"{path} was written by {len(state['ranks'])} processes and can't go on with {accelerator.num_processes}"
-        )
     try:
+        ranks = state["ranks"]
+        if len(ranks) != accelerator.num_processes:
+            raise Problem(f"{path} was written by {len(ranks)} processes, not by {accelerator.num_processes}")
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise Problem(f"{path} belongs to another run: {' '.join(str(error).split())[:300]}") from error
-    mine = state["ranks"][accelerator.process_index]
-    torch.set_rng_state(mine["rng"]["cpu"])
-    if "cuda" in mine["rng"] and accelerator.device.type == "cuda":
-        torch.cuda.set_rng_state(mine["rng"]["cuda"], accelerator.device)
-    return Position(**state["position"], carry=[c.to(accelerator.device) for c in mine["carry"]])
+        mine = ranks[accelerator.process_index]
+        torch.set_rng_state(mine["rng"]["cpu"])
+        if "cuda" in mine["rng"] and accelerator.device.type == "cuda":
+            torch.cuda.set_rng_state(mine["rng"]["cuda"], accelerator.device)
+        carry = [c.to(accelerator.device) for c in mine["carry"]]
+        return Position(**state["position"], loss=mine["loss"], carry=carry)
+    except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
+        raise Problem(f"{path} belongs to another run, or is damaged: {one_line(error)}") from error
 
 
 def _rng(accelerator: Accelerator) -> dict[str, Tensor]:

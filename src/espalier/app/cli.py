@@ -25,7 +25,8 @@ def main() -> None:
         print(f"espalier: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stopped:
-        print(f"espalier: {stopped}. The same command with --resume goes on from there.", file=sys.stderr)
+        way_on = {"train": " The same command with --resume goes on.", "compare": " The same command goes on."}
+        print(f"espalier: {stopped}.{way_on.get(sys.argv[1], '')}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
 
 

@@ -10,8 +10,10 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from espalier import __version__
+from espalier.app import names
 from espalier.app import recipe as recipes_
 from espalier.app.errors import Problem
 from espalier.app.run import Job
@@ -23,8 +25,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+LARGEST_SEED = 2**32 - 1  # that NumPy takes
 Gather = Literal["auto", "always", "never"]
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `espalier recipes`, or a .yaml file.")]
 DataDir = Annotated[
@@ -67,7 +70,9 @@ def train(
     recipe: RecipeName,
     data: DataDir = None,
     method: Annotated[str | None, typer.Option(help="Which of the recipe's methods; its first unless given.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the initial weights and the order of the data.")
+    ] = 0,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="The run's directory; runs/RECIPE/METHOD-SEED unless given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
@@ -87,10 +92,12 @@ def train(
         return
     report = write_report([run.path], run.path / "report.html")
     seen = run.delivered
-    text = f"{run.facts['metric']} {seen[run.facts['metric']]:.4g}"
+    metric = run.facts["metric"]
+    text = f"{metric} {seen[metric]:.4g}{' %' if metric == 'accuracy' else ''}"
     if "structure" in seen:
-        text += f", {run.facts['structure'].replace('_', ' ')} {seen['structure']:.2f} %"
-    console.print(f"[bold]{text}[/] in {run.path}\nReport: {report}", soft_wrap=True)
+        text += f", {names.STRUCTURES[run.facts['structure']]} {seen['structure']:.2f} %"
+    console.print(text, style="bold")
+    console.print(f"Model: {run.model}\nReport: {report}", soft_wrap=True)
     console.print(f"Next: espalier shrink {shlex.quote(str(run.path))}", soft_wrap=True)
 
 
@@ -110,7 +117,7 @@ def compare(
     from espalier.app.progress import Display
 
     loaded = recipes_.load(recipe, set_)
-    chosen = [m.strip() for m in methods.split(",")] if methods else list(loaded.methods)
+    chosen = list(dict.fromkeys(m.strip() for m in methods.split(","))) if methods else list(loaded.methods)
     where = out or Path("runs") / Path(recipe).stem
     jobs = [
         make_job(recipe, loaded, method, seed, where / f"{method}-{seed}", data, device)
@@ -151,7 +158,7 @@ def shrink(
     root, hub = where_data_are(data)
     with console.status("Shrinking and checking ..."):
         shrunk = shrink_run(run, data=root, hub=hub, gather=gather, align=align)
-    console.print(str(shrunk.report), markup=False, soft_wrap=True)
+    console.print(str(shrunk.report), soft_wrap=True)
     console.print(f"Saved in {run / 'shrunk'}\nReport: {write_report([run], run / 'report.html')}", soft_wrap=True)
 
 
@@ -178,11 +185,18 @@ def recipes(
     if name is not None:
         print(recipes_.text(name), end="")
         return
-    table = Table("recipe", "what", "data", "length", "methods")
+    table = Table(box=None)
+    table.add_column("recipe", style="bold", no_wrap=True)
+    table.add_column("what")
+    table.add_column("data", no_wrap=True)
+    table.add_column("length", no_wrap=True)
     for each in recipes_.names():
         r = recipes_.load(each)
-        table.add_row(each, r.title, r.data.name, f"{r.length:,} {r.unit}", " ".join(r.methods))
+        table.add_row(each, r.title, r.data.name, f"{r.length:,} {r.unit}")
     console.print(table)
+    console.print(
+        "\nMethods: ramda, rmda, proxsgd, proxgen, proxssi (where the paper has it) and dense.", soft_wrap=True
+    )
 
 
 @app.command()
@@ -195,15 +209,15 @@ def data(
     if directory is not None and not directory.is_dir():
         raise Problem(f"there is no directory {directory}")
     for each in describe(directory):
+        console.print(Text.assemble((f"{each.name:14}", "bold"), each.what), soft_wrap=True)
         if not each.needs_directory:
-            state = "[green]comes with scikit-learn"
+            console.print("    needs no files", style="green")
         elif each.found is not None:
-            state = f"[green]found in {each.found}"
+            console.print(f"    found in {each.found}", style="green", soft_wrap=True)
+        elif directory is not None:
+            console.print(f"    not found: {each.missing}", style="yellow", soft_wrap=True)
         else:
-            state = "" if directory is None else "[yellow]not found"
-        console.print(f"[bold]{each.name}[/] {each.what} {state}", soft_wrap=True)
-        if each.needs_directory and each.found is None:
-            console.print(f"  {each.layout}\n  {each.page}", markup=False, soft_wrap=True)
+            console.print(f"    lay it out as {each.layout}\n    {each.page}", soft_wrap=True)
 
 
 def make_job(
@@ -224,9 +238,12 @@ def where_data_are(data: str | None) -> tuple[Path | None, bool]:
 
 def _seeds(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise Problem(f"--seeds {text}: write numbers with commas, such as 0,1,2") from None
+    if not all(0 <= seed <= LARGEST_SEED for seed in found):
+        raise Problem(f"--seeds {text}: seeds are numbers from 0 to {LARGEST_SEED}")
+    return found
 
 
 def _runs_in(path: Path) -> list[Path]:

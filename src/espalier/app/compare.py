@@ -7,29 +7,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
+from espalier.app import names
 from espalier.app.loop import train
+from espalier.app.picks import picked
 from espalier.app.progress import Progress
 from espalier.app.recipe import Recipe, Spread
 from espalier.app.report import write_report
 from espalier.app.run import Job, Run, replacing
-
-LABELS = {
-    "dense": "dense",
-    "ramda": "RAMDA",
-    "rmda": "RMDA",
-    "proxsgd": "ProxSGD",
-    "proxgen": "ProxGen",
-    "proxssi": "ProxSSI",
-}
-STRUCTURES = {
-    "weighted_group_sparsity": "weighted group sparsity",
-    "low_rank_level": "low-rank level",
-    "element_sparsity": "zero weights",
-}
 
 
 @dataclass(frozen=True)
@@ -45,20 +32,11 @@ class Row:
     paper_structure: Spread | None = None
 
 
-def picked(run: Run, pick: str) -> dict[str, Any]:
-    """The look that a run's numbers are taken from."""
-    looks = run.looks()
-    if pick == "most-structured":
-        # of equally structured ones the latest
-        return max(looks, key=lambda x: ((x["structured"] or x["weights"]).get("structure", 0.0), x["step"]))
-    return looks[-1]
-
-
 def rows(recipe: Recipe, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
     """A row for each method, from its finished runs."""
     made = []
     for method, finished in runs.items():
-        looks = [picked(run, recipe.methods[method].pick) for run in finished]
+        looks = [picked(run.looks(), recipe.methods[method].pick) for run in finished]
         seen = [look["structured"] or look["weights"] for look in looks]
         metric = finished[0].facts["metric"]
         paper = recipe.paper.get(method)
@@ -91,7 +69,7 @@ def _paper(values: Spread | None, digits: int) -> str:
 def cells(row: Row, digits: int) -> tuple[str, ...]:
     """The row as text."""
     return (
-        LABELS.get(row.method, row.method),
+        names.method(row.method),
         spread(row.quality, digits),
         _paper(row.paper_quality, digits),
         spread(row.structure, 2),
@@ -110,7 +88,7 @@ def table(recipe: Recipe, made: Sequence[Row], metric: str, structure: str) -> T
     for head in (
         metric + (" %" if percent else ""),
         "paper",
-        f"{STRUCTURES[structure]} %",
+        f"{names.STRUCTURES[structure]} %",
         "paper",
         "ms a step",
         "runs",

@@ -13,12 +13,11 @@ from torch import nn
 
 import espalier
 from espalier.app.data import open_data
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, one_line
 from espalier.app.look import Looker, at_structured_point
 from espalier.app.recipe import Recipe, parse
 from espalier.app.run import Run, read, replacing
 from espalier.app.tasks import Task, build, open_task
-from espalier.compact.report import measure
 
 
 def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
@@ -32,7 +31,15 @@ def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
         with replacing(run.path / "examples.pt") as file:
             torch.save([None if x is None else x.cpu() for x in looker.task.examples()], file)
         with replacing(run.model) as file:
-            safetensors.torch.save_model(looker.model, file.name)
+            file.write(safetensors.torch.save(_once(looker.model)))
+
+
+def _once(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's tensors, those with two names by the first."""
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        tensors.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), (name, tensor.contiguous()))
+    return dict(tensors.values())
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ def open_delivered(path: Path) -> Delivered:
         safetensors.torch.load_model(model, str(run.model))
         examples = torch.load(path / "examples.pt", weights_only=True)
     except Exception as error:
-        raise Problem(f"can't read the model of {path}: {' '.join(str(error).split())[:200]}") from error
+        raise Problem(f"can't read the model of {path}: {one_line(error)}") from error
     return Delivered(run, recipe, model.eval(), tuple(examples))
 
 
@@ -91,12 +98,15 @@ def shrink_run(
     try:
         shrunk = espalier.shrink(found.model, found.examples, gather=gather, align=align)
     except espalier.ShrinkError as error:
-        raise Problem(f"{path} can't be shrunk: {error}") from error
+        raise Problem(f"{path} can't be shrunk: {one_line(error)}") from error
     espalier.save(shrunk.model, found.shrunk)
     metric = found.run.facts["metric"]
     task = _task(found, data, hub)
     dense = _dense_beside(found.run)
-    rows = [] if dense is None else [_dense_row(dense, shrunk.model)]
+    rows = []
+    if dense is not None:  # of the same shape as the structured one, and measured with it
+        sizes = shrunk.report.dense
+        rows.append(_row("dense", dense.delivered.get(metric), None, sizes.parameters, sizes.bytes, sizes.ms))
     last = found.run.delivered
     for name, model, sizes in (
         ("structured", found.model, shrunk.report.dense),
@@ -136,21 +146,21 @@ def _row(
 
 
 def _dense_beside(run: Run) -> Run | None:
-    """A finished dense run of the same recipe in the directory beside, of the same seed if there is one."""
+    """A finished dense run with the same settings in the directory beside, of the same seed if there is one."""
     found = []
     for path in sorted(run.path.resolve().parent.glob("*/run.json")):
-        other = read(path.parent)
-        facts = other.facts
-        if other.finished and facts["recipe"] == run.facts["recipe"] and facts["method"] == "dense":
+        try:
+            other = read(path.parent)
+        except Problem:  # a damaged neighbour is no concern of this run
+            continue
+        if other.finished and other.facts["method"] == "dense" and _shared(other) == _shared(run):
             found.append(other)
     return min(found, key=lambda r: r.facts["seed"] != run.facts["seed"], default=None)
 
 
-def _dense_row(dense: Run, small: nn.Module) -> dict[str, Any]:
-    found = open_delivered(dense.path)
-    sizes = measure(found.model, small, (found.examples, {})).dense
-    quality = dense.delivered.get(dense.facts["metric"])
-    return _row("dense", quality, None, sizes.parameters, sizes.bytes, sizes.ms)
+def _shared(run: Run) -> dict[str, Any]:
+    """The settings that runs of several methods and seeds have in common."""
+    return {k: v for k, v in run.facts["settings"].items() if k not in ("method", "seed", "methods")}
 
 
 def export_run(path: Path, out: Path | None, format: str) -> tuple[Path, bool]:
@@ -160,6 +170,8 @@ def export_run(path: Path, out: Path | None, format: str) -> tuple[Path, bool]:
     try:
         model = espalier.load(found.shrunk, found.build) if shrunk else found.model
         where = espalier.export(model, out or path / f"model.{format}", found.examples, format=format)
-    except (RuntimeError, ValueError, ImportError, OSError) as error:
-        raise Problem(f"{path} can't be exported as {format}: {' '.join(str(error).split())[:300]}") from error
+    except ImportError:
+        raise Problem('ONNX needs more packages: pip install "torch-espalier[onnx]", or take --format pt2') from None
+    except (RuntimeError, ValueError, OSError) as error:
+        raise Problem(f"{path} can't be exported as {format}: {one_line(error)}") from error
     return where, shrunk

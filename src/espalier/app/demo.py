@@ -42,7 +42,7 @@ def run_demo(console: Console, out: Path) -> None:
     console.print(
         f"The shrunk network computes what the structured one does: {shrunk.report.difference}.\n"
         f"It is saved in {structured / 'shrunk'}.\n"
-        f"[bold]Report: {write_report([out / m for m in METHODS], out / 'report.html')}[/]",
+        f"Report: {write_report([out / m for m in METHODS], out / 'report.html')}",
         soft_wrap=True,
     )
 
@@ -68,7 +68,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{row['quality']:.1f} %",
             "–" if row["structure"] is None else f"{row['structure']:.1f} %",
             f"{row['parameters']:,} ({row['parameters'] / whole:.0%})",
-            f"{row['bytes'] / 1024:.1f} KiB",
+            f"{row['bytes'] / 1000:.1f} kB",
             "–" if row["latency_ms"] is None else f"{row['latency_ms']:.2f} ms",
         )
     return shown

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 import espalier
 from espalier.app.data import Order
+from espalier.app.names import MEASURES
 from espalier.app.tasks import Task
 from espalier.optim.base import StructuredOptimizer
-
-MEASURES = {"group-lasso": "weighted_group_sparsity", "nuclear-norm": "low_rank_level", "l1": "element_sparsity"}
 
 
 @contextmanager
@@ -36,6 +35,7 @@ def recalibrated(model: nn.Module, task: Task, seed: int) -> Iterator[None]:
                 m.momentum = None  # the plain average over batches
                 m.train()
             _forward(model, task, seed)
+            share_statistics(model, task)
             model.train(training)
         yield
     finally:
@@ -44,6 +44,17 @@ def recalibrated(model: nn.Module, task: Task, seed: int) -> Iterator[None]:
         for m, momentum in zip(norms, momenta, strict=True):
             m.momentum = momentum
         model.train(training)
+
+
+def share_statistics(model: nn.Module, task: Task) -> None:
+    """Let all processes have the mean of batch norm's statistics, which each has taken from its own batches."""
+    if task.world == 1:
+        return
+    for m in model.modules():
+        for buffer in m.buffers(recurse=False) if isinstance(m, _BatchNorm) else ():
+            if buffer.is_floating_point():
+                torch.distributed.all_reduce(buffer)
+                buffer.div_(task.world)
 
 
 @torch.no_grad()
@@ -85,6 +96,7 @@ class Looker:
 
     def look(self) -> dict[str, Any]:
         """Quality and structure (in percent), and what has flipped since the last look."""
+        share_statistics(self.model, self.task)
         weights = self._measured()
         if self.monitor is None:
             return {"weights": weights, "structured": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -17,9 +17,10 @@ from espalier.app.checkpoint import Position
 from espalier.app.data import Order, open_data
 from espalier.app.deliver import deliver
 from espalier.app.errors import Problem, Stopped
-from espalier.app.look import MEASURES, Looker
+from espalier.app.look import Looker
 from espalier.app.machine import Signals, clock, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule
+from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
 from espalier.app.run import Job, Run, begin, environment
 from espalier.app.tasks import open_task
@@ -55,9 +56,12 @@ class Training:
         # a batch is computed in this many parts; an epoch has this many of those
         self.part = self.recipe.batch // self.recipe.accumulate
         self.parts = self.data.train.steps(self.part, self.shard["world"])
-        self.plan = self.recipe.plan(max(1, self.parts // self.recipe.accumulate))
+        self.plan = self.recipe.plan(self.parts / self.recipe.accumulate)
 
         self.model = self.task.build().train()
+        self.task.try_out(self.model, accelerator)
+        if self.shard["world"] > 1:  # the same weights everywhere, and from here on chances of their own
+            set_seed(job.seed, device_specific=True)
         self.optimizer = make_optimizer(self.recipe, job.of, self.model, self.plan)
         self.schedule = make_schedule(self.recipe, job.of, self.optimizer, self.plan)
         self.looker = Looker(self.task, self.model, self.optimizer, job.seed)
@@ -98,11 +102,12 @@ class Training:
                 if at.step == plan.total:  # no restart after the last step: it would end the structured point
                     break
                 self.schedule.step()
-                if asked := signals.asked(self.accelerator, at.step):
+                late = time.monotonic() - self.saved >= 60 * self.recipe.save_minutes
+                asked, due = signals.agreed(self.accelerator, at.step, late)
+                if asked or due:
                     self._save()
-                    raise Stopped(asked, at.step)
-                if time.monotonic() - self.saved >= 60 * self.recipe.save_minutes:
-                    self._save()
+                if asked:
+                    self._stopped(asked)
         self._finish()
         return self.run
 
@@ -133,7 +138,7 @@ class Training:
             for batch in self.data.train.batches(self.part, order=order, first=at.batch, **self.shard):
                 at.batch += 1
                 yield batch
-            at.epoch, at.batch = at.epoch + 1, 0
+            at.epoch, at.batch, at.carry = at.epoch + 1, 0, []
 
     def _look(self) -> None:
         """Evaluate the weights and the structured point, and write down what is seen."""
@@ -174,18 +179,24 @@ class Training:
         checkpoint.save(self.run.checkpoint, self.accelerator, self.at, self.stateful)
         self.saved, self.since = time.monotonic(), clock(self.device)
 
+    def _stopped(self, asked: int) -> NoReturn:
+        if self.accelerator.is_main_process:
+            self.run.update(status="stopped")
+        raise Stopped(asked, self.at.step)
+
     def _announce(self) -> None:
         """Say what begins, to the person and in run.json."""
         job, recipe, plan, task = self.job, self.recipe, self.plan, self.task
         momentum = self.optimizer.param_groups[0].get("momentum")
         if job.of.momentum is not None and momentum != job.of.momentum:
             self.progress.say(
-                f"momentum {momentum:g} instead of {job.of.momentum:g}, so that c has grown to 1 before the last "
-                "quarter of the last stage"
+                f"The last stage is too short to average as long as momentum {job.of.momentum:g} does and still end in "
+                f"exact zeros: momentum is {momentum:g} in this run."
             )
+        if self.accelerator.mixed_precision != recipe.mixed_precision:
+            self.progress.say(f"mixed_precision {recipe.mixed_precision} needs a GPU: this run is in float32.")
         if self.accelerator.is_main_process:
             paper = recipe.paper.get(job.method)
-            self.run.forget_after(self.at.step)
             self.run.update(
                 recipe=job.name,
                 title=recipe.title,
@@ -200,11 +211,13 @@ class Training:
                 environment=environment(self.device, self.shard["world"]),
                 command=job.command,
                 data=dict(self.data.facts),
-                data_root="hub" if job.hub else job.data and str(job.data),
+                data_root=job.data_root,
                 total_steps=plan.total,
                 milestones=plan.milestones,
                 momentum=momentum,
+                pick=job.of.pick,
             )
+            self.run.forget_after(self.at.step)
             self.board = SummaryWriter(self.run.path / "tensorboard", purge_step=self.at.step + 1)
         self.progress.begin(job, self.data, plan.total, self.at.step, task.metric)
 

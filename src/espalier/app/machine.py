@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from types import FrameType, TracebackType
@@ -16,7 +17,7 @@ from accelerate.utils import patch_environment
 from espalier.app.errors import Problem
 from espalier.app.run import Job
 
-AGREE_EVERY = 10  # steps between two looks at whether any process was asked to stop
+AGREE_EVERY = 10  # steps after which the processes ask each other whether to stop or to save
 
 
 def make_accelerator(job: Job) -> Accelerator:
@@ -41,13 +42,12 @@ def find_device(asked: str) -> torch.device:
     """The device of this name; "auto" is the GPU where there is one."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(asked)
-    except RuntimeError:
-        raise Problem(f"--device {asked}: no such kind of device; take cpu, cuda or cuda:1") from None
+    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,4})?", asked):
+        raise Problem(f"--device {asked}: no such device; take auto, cpu, cuda, cuda:1 or mps")
+    device = torch.device(asked)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Problem(f"--device {asked}: {torch.cuda.device_count()} GPUs are visible to torch here; try --device cpu")
-    if device.type not in ("cpu", "cuda") and not getattr(torch, device.type).is_available():
+    if device.type == "mps" and not torch.backends.mps.is_available():
         raise Problem(f"--device {asked}: torch finds none here; try --device cpu")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
@@ -81,14 +81,14 @@ class Signals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._back()
 
-    def asked(self, accelerator: Accelerator, step: int) -> int:
-        """The signal that any of the processes has seen, or 0; all get the same answer."""
+    def agreed(self, accelerator: Accelerator, step: int, due: bool) -> tuple[int, bool]:
+        """The signal that any process has seen, or 0, and whether a checkpoint is due: the same answer for all."""
         if accelerator.num_processes == 1:
-            return self.seen
+            return self.seen, due
         if step % AGREE_EVERY:
-            return 0
-        seen = torch.tensor([self.seen], device=accelerator.device)
-        return int(accelerator.gather(seen).max())
+            return 0, False
+        seen, late = accelerator.gather(torch.tensor([[self.seen, due]], device=accelerator.device)).amax(0).tolist()
+        return seen, bool(late)
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
         self.seen = number

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import espalier
-from espalier.app.recipe import DUAL_AVERAGING, Method, Plan, Recipe, Solver
+from espalier.app.errors import Problem, one_line
+from espalier.app.recipe import DUAL_AVERAGING, WITHOUT_DECAY, Method, Plan, Recipe, Solver
 from espalier.optim.base import StructuredOptimizer
 
 PENALTIES: dict[str, Callable[[float], espalier.Penalty]] = {
@@ -49,17 +50,20 @@ def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan)
         options["momentum"] = plan.momentum(method.momentum) if averages else method.momentum
     if method.eps is not None:
         options["eps"] = method.eps
-    if method.weight_decay:
-        options["weight_decay"] = method.weight_decay
+    if method.optimizer not in WITHOUT_DECAY:
+        options["weight_decay"] = method.weight_decay  # even 0: AdamW's own default is another
     if not issubclass(kind, StructuredOptimizer):
         if any(p.is_cuda for p in model.parameters()):
             options["fused"] = True
         return kind(model.parameters(), **options)
     if method.solver != Solver():
         options["solver"] = _solver(method.solver)
-    rules = [espalier.Rule(name, penalty=None) for name in recipe.unpenalised]
-    groups = espalier.regularize(model, PENALTIES[recipe.penalty](method.lam), rules=rules)
-    return kind(groups, **options)
+    try:
+        rules = [espalier.Rule(name, penalty=None) for name in recipe.unpenalised]
+        groups = espalier.regularize(model, PENALTIES[recipe.penalty](method.lam), rules=rules)
+        return kind(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise Problem(f"{method.optimizer} can't take these settings: {one_line(error)}") from error
 
 
 def _solver(settings: Solver) -> str | espalier.Solver:

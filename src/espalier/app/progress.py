@@ -42,10 +42,10 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
         columns = (
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.fields[state]}", markup=False),
             TimeRemainingColumn(),
         )
         self.bars = Bars(*columns, console=console, disable=not console.is_terminal)
@@ -77,6 +77,8 @@ class Display:
         self.shown = now
         self.loss = f"loss {float(loss.detach()):.3f}"
         self.bars.update(self.task, completed=step, state=f"{self.loss} {self.seen}")
+        if now - self.printed > PRINT_EVERY:
+            self._print(step, self.loss)
 
     def look(self, look: dict[str, Any]) -> None:
         measured = look["structured"] or look["weights"]
@@ -86,11 +88,14 @@ class Display:
             self.seen += f", structured {measured['structure']:.1f} %"
         if self.task is not None:
             self.bars.update(self.task, state=f"{self.loss} {self.seen}")
-        now = time.monotonic()
-        if not self.console.is_terminal and (now - self.printed > PRINT_EVERY or look["step"] == self.total):
-            self.printed = now
-            done = f"step {look['step']} of {self.total}"
-            self.console.print(f"  {self.name}: {done}, loss {look['train_loss']:.3f}, {self.seen}", highlight=False)
+        if time.monotonic() - self.printed > PRINT_EVERY or look["step"] == self.total:
+            self._print(look["step"], f"loss {look['train_loss']:.3f}")
 
     def say(self, line: str) -> None:
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _print(self, step: int, loss: str) -> None:
+        """A line, where there is no terminal to draw on."""
+        self.printed = time.monotonic()
+        if not self.console.is_terminal:
+            self.say(f"  {self.name}: step {step} of {self.total}, {loss}{', ' if self.seen else ''}{self.seen}")

@@ -9,17 +9,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, one_line
 from espalier.app.models import MODELS
 from espalier.optim.dual_averaging import ramp_length
 
 STRUCTURED = ("ramda", "rmda", "proxsgd", "proxgen", "proxssi")
 DUAL_AVERAGING = ("ramda", "rmda")
+WITHOUT_DECAY = (*DUAL_AVERAGING, "proxsgd")
 WITH_MOMENTUM = (*DUAL_AVERAGING, "proxsgd", "sgd")  # the others have Adam's betas
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -53,7 +64,18 @@ class Model(Named):
         builder = MODELS.get(self.name)
         if builder is None:
             raise ValueError(f"no model {self.name!r}{nearest(self.name, MODELS)}")
-        unknown(self.options, inspect.signature(builder).parameters, f"option of the model {self.name}")
+        known = inspect.signature(builder).parameters
+        unknown(self.options, known, f"option of the model {self.name}")
+        hints = get_type_hints(getattr(builder, "__init__", builder) if isinstance(builder, type) else builder)
+        for option, value in self.options.items():
+            # sizes; a memory of 0 is one
+            positive = hints[option] is int and option != "memory"
+            kind = PositiveInt if positive else NonNegativeInt if hints[option] is int else hints[option]
+            try:  # numbers and lists, however they are spelt
+                self.__pydantic_extra__[option] = TypeAdapter(kind).validate_python(value)  # type: ignore[index]
+            except ValidationError as error:
+                said = error.errors()[0]["msg"]
+                raise ValueError(f"{option}={value!r}: {said[:1].lower()}{said[1:]}") from None
         return self
 
 
@@ -100,8 +122,10 @@ class Method(Strict):
             raise ValueError(f"{name} has no momentum (it has Adam's betas, 0.9 and 0.999)")
         if self.eps is not None and name in ("rmda", "proxsgd", "sgd"):
             raise ValueError(f"{name} has no eps")
-        if self.weight_decay and name in ("ramda", "rmda", "proxsgd"):
+        if self.weight_decay and name in WITHOUT_DECAY:
             raise ValueError(f"{name} has no weight decay")
+        if self.solver != Solver() and name not in STRUCTURED:
+            raise ValueError(f"{name} has no subproblem to solve, and no solver")
         if self.schedule != "stages" and name in DUAL_AVERAGING:
             raise ValueError(f"{name} goes by stages: its restarts and the growth of c belong to them")
         return self
@@ -127,7 +151,7 @@ class Recipe(Strict):
     unit: Literal["epochs", "steps"] = "epochs"  # of length, milestones and evaluate_every
     milestones: list[PositiveInt] = []
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    scale: PositiveFloat = 1.0  # shortens length and milestones together
+    scale: Annotated[float, Field(gt=0, le=100)] = 1.0  # shortens length and milestones together
     penalty: Literal["group-lasso", "nuclear-norm", "l1"] = "group-lasso"
     unpenalised: list[str] = []  # names of modules, with * and ?
     methods: dict[str, Method] = Field(min_length=1)
@@ -171,13 +195,13 @@ class Recipe(Strict):
         paper = {k: v for k, v in self.paper.items() if k == method}
         return self.model_copy(update={"methods": {method: self.methods[method]}, "paper": paper})
 
-    def plan(self, steps_per_epoch: int) -> Plan:
+    def plan(self, steps_per_epoch: float) -> Plan:
         """The schedule in optimizer steps, scaled."""
-        unit = 1 if self.unit == "steps" else steps_per_epoch
+        unit = 1.0 if self.unit == "steps" else steps_per_epoch
         total, *milestones = (max(1, round(n * self.scale * unit)) for n in (self.length, *self.milestones))
         if sorted(set(milestones)) != milestones or milestones[-1:] >= [total]:
             raise Problem(f"scale {self.scale:g} leaves no step between two of the milestones: make it larger")
-        return Plan(total, tuple(milestones), min(total, self.evaluate_every * unit))
+        return Plan(total, tuple(milestones), min(total, max(1, round(self.evaluate_every * unit))))
 
 
 @dataclass(frozen=True)
@@ -235,8 +259,8 @@ def load(name: str, changes: Iterable[str] = ()) -> Recipe:
     """A recipe by name or file, with `key=value` changes; a dotted key reaches inside."""
     try:
         raw = yaml.safe_load(text(name))
-    except yaml.YAMLError as error:
-        raise Problem(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise Problem(f"{name} is not YAML: {one_line(error)}") from None
     if not isinstance(raw, dict):
         raise Problem(f"{name} is no recipe: it must hold keys and values, such as title: ...")
     for change in changes:

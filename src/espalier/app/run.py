@@ -15,8 +15,11 @@ from typing import IO, Any
 import torch
 
 from espalier import __version__
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, one_line
 from espalier.app.recipe import Method, Recipe
+
+FACTS = ["recipe", "title", "method", "seed", "status", "metric", "structure", "settings", "data", "data_root"]
+"""What every run.json says."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Job:
         """What determines the run, as plain values."""
         recipe = self.recipe.model_dump(mode="json", exclude={"save_minutes", "title", "paper"})
         return {"recipe": self.name, "method": self.method, "seed": self.seed, **recipe}
+
+    @property
+    def data_root(self) -> str | None:
+        """Where the data are, wherever it is asked from."""
+        return "hub" if self.hub else None if self.data is None else str(self.data.resolve())
 
     @property
     def of(self) -> Method:
@@ -66,7 +74,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.facts.get("status") == "finished"
+        return self.facts.get("status") == "finished" and self.model.exists()
 
     @property
     def delivered(self) -> dict[str, Any]:
@@ -89,7 +97,11 @@ class Run:
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_bytes().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        try:
+            found = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            return sorted(found, key=lambda look: look["step"])
+        except (KeyError, TypeError, ValueError):
+            raise Problem(f"{self.metrics} is damaged: each of its lines must be a JSON object with a step") from None
 
     def forget_after(self, step: int) -> None:
         """Drop the looks beyond the checkpoint that a run goes on from: they will be taken again."""
@@ -125,8 +137,11 @@ def read(path: Path) -> Run:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Problem(f"{path} is no run: it has no run.json. `espalier train` makes one.") from None
-    except (OSError, ValueError) as error:
-        raise Problem(f"can't read {path / 'run.json'}: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise Problem(f"can't read {path / 'run.json'}: {one_line(error)}") from None
+    missing = [k for k in FACTS if k not in facts] if isinstance(facts, dict) else FACTS
+    if missing or not isinstance(facts["settings"], dict) or not isinstance(facts["data"], dict):
+        raise Problem(f"{path / 'run.json'} is damaged: it does not say {', '.join(missing) or 'its settings'}")
     return Run(path, facts)
 
 
@@ -136,16 +151,18 @@ def begin(job: Job, *, resume: bool) -> Run:
         run = read(job.out)
         _same(run, job)
         if not resume:
-            raise Problem(f"{job.out} holds this run already, {run.facts['status']}: add --resume, or another --out")
+            way_on = "delete it to run it again" if run.finished else "add --resume to go on"
+            raise Problem(f"{job.out} holds this run already ({run.facts['status']}): {way_on}, or name another --out")
         return run
-    if job.out.exists() and (not job.out.is_dir() or any(job.out.iterdir())):
+    if job.out.exists() and (not job.out.is_dir() or any(not p.name.endswith(".part") for p in job.out.iterdir())):
         raise Problem(f"{job.out} is there already and holds no run: name another --out")
     return Run(job.out)
 
 
 def _same(run: Run, job: Job) -> None:
     """Refuse to go on with other settings than a run began with, and name the first that differs."""
-    was, now = _flat(run.facts["settings"]), _flat(job.settings)
+    was = {**_flat(run.facts["settings"]), "--data": run.facts["data_root"]}
+    now = {**_flat(job.settings), "--data": job.data_root}
     for key in sorted(was.keys() | now.keys(), key=lambda k: (k != "recipe", k != "method", k != "seed", k)):
         if was.get(key) != now.get(key):
             raise Problem(

@@ -10,14 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.aggregation import MeanMetric
+from torchmetrics.aggregation import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from espalier.app.data import Data
+from espalier.app.errors import Problem, one_line
 from espalier.app.models import MODELS
-from espalier.app.models.simmim import random_mask, simmim_loss
+from espalier.app.models.simmim import PATCH, random_mask, simmim_loss
 from espalier.app.recipe import Recipe
 
 Batch = tuple[Tensor, ...]
@@ -28,7 +30,11 @@ def build(recipe: Recipe, facts: Mapping[str, Any]) -> nn.Module:
     """The recipe's model; what it leaves open and the data know (classes, vocabulary) comes from the data's facts."""
     builder = MODELS[recipe.model.name]
     known = {k: v for k, v in facts.items() if k in inspect.signature(builder).parameters}
-    return builder(**{**known, **recipe.model.options})
+    options = {**known, **recipe.model.options}
+    try:
+        return builder(**options)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise Problem(f"the model {recipe.model.name} can't be built from {options}: {one_line(error)}") from error
 
 
 class Task(ABC):
@@ -52,17 +58,29 @@ class Task(ABC):
 
     def meters(self) -> dict[str, Metric]:
         """What evaluation gathers, by name."""
-        return {"loss": MeanMetric(nan_strategy="disable").to(self.device)}
+        # not MeanMetric: without its check for NaN, which waits for the device, it forgets the weights
+        return {k: SumMetric(nan_strategy="disable").to(self.device) for k in ("loss", "count")}
 
     def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
         """Enter one batch into the meters."""
         loss, carry = self.loss(model, batch, carry)
-        meters["loss"].update(loss, weight=len(batch[0]))
+        self.enter(loss, batch, meters)
         return carry
+
+    def enter(self, loss: Tensor, batch: Batch, meters: dict[str, Metric]) -> None:
+        """Count a batch's mean loss for as many as it is over."""
+        meters["loss"].update(loss * self.weight(batch))
+        meters["count"].update(self.weight(batch))
+
+    def weight(self, batch: Batch) -> int:
+        """How many examples the mean over a batch is over."""
+        return len(batch[0])
 
     def results(self, meters: dict[str, Metric]) -> dict[str, float]:
         """What the meters show, over all processes."""
-        return {k: float(meter.compute()) for k, meter in meters.items()}
+        found = {k: float(meter.compute()) for k, meter in meters.items()}
+        count = found.pop("count")
+        return {**found, "loss": found["loss"] / count}
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -70,10 +88,30 @@ class Task(ABC):
         meters, carry, training = self.meters(), Carry(), model.training
         model.eval()
         size = min(self.recipe.eval_batch or self.recipe.batch, max(self.world, len(self.data.test)))
+        while 0 < len(self.data.test) % size < self.world:  # each process gets some of the last batch, too
+            size -= 1
         for batch in self.data.test.batches(size, rank=self.rank, world=self.world):
             carry = self.score(model, batch, carry, meters)
         model.train(training)
         return self.results(meters)
+
+    def try_out(self, model: nn.Module, accelerator: Accelerator) -> None:
+        """Find out before anything is written whether model, data and task fit; no random number is used up."""
+        recipe = self.recipe
+        # each process takes part in what it does
+        batch = next(iter(self.data.train.batches(max(2, self.world), rank=self.rank, world=self.world)))
+        try:
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast():
+                model.eval()
+                self.loss(model, batch, Carry())
+        except Problem:
+            raise
+        except Exception as error:
+            what = f"the model {recipe.model.name} can't do the task {recipe.task} on {recipe.data.name}"
+            raise Problem(f"{what}: {one_line(error)}") from error
+        finally:
+            model.train()
 
     def examples(self) -> Batch:
         """Inputs to trace the model with."""
@@ -102,7 +140,7 @@ class Classification(Task):
     def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
         images, labels = batch
         logits = model(images)
-        meters["loss"].update(F.cross_entropy(logits, labels), weight=len(labels))
+        self.enter(F.cross_entropy(logits, labels), batch, meters)
         meters["accuracy"].update(logits, labels)
         return carry
 
@@ -120,6 +158,9 @@ class Language(Task):
         tokens, targets = batch
         nll, memory = model(tokens, carry or None, targets)
         return nll.mean(), memory
+
+    def weight(self, batch: Batch) -> int:
+        return batch[1].numel()
 
     def results(self, meters: dict[str, Metric]) -> dict[str, float]:
         found = super().results(meters)
@@ -153,7 +194,7 @@ class MaskedImages(Task):
     def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
         # the same patches at every look, and none of training's random numbers
         loss = self._painting(model, batch[0], torch.Generator().manual_seed(len(batch[0])))
-        meters["loss"].update(loss, weight=len(batch[0]))
+        self.enter(loss, batch, meters)
         return carry
 
     def _painting(self, model: nn.Module, images: Tensor, generator: torch.Generator) -> Tensor:
@@ -161,7 +202,7 @@ class MaskedImages(Task):
         return simmim_loss(model(images, mask), images, mask)
 
     def _mask(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        patches = (images.shape[-1] // self.recipe.model.options.get("patch", 4)) ** 2
+        patches = (images.shape[-1] // self.recipe.model.options.get("patch", PATCH)) ** 2
         return random_mask(len(images), patches, self.recipe.mask_ratio, generator, images.device)
 
     def arguments(self, batch: Batch) -> Batch:

@@ -56,7 +56,8 @@ def gather_inputs(
             if after > _GAIN * before:
                 layer._gathered = len(here), len(index)
                 why = f"reads {len(index)} of {len(here)} channels; selecting them was not faster"
-                trace.kept.setdefault(reader.module, f"{why} ({before:.3g} ms without, {after:.3g} with)")
+                why = f"{why} ({before:.3g} ms without, {after:.3g} with; gather always does it)"
+                trace.kept.setdefault(reader.module, why)
                 continue
         kept.narrow(reader.weight, dim, index)
         if inside:

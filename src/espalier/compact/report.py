@@ -132,8 +132,8 @@ class ShrinkReport:
                 parts.append("\n".join((f"{head}:", *(f"  {line}" for line in lines))))
         if self.small.parameters == self.dense.parameters:
             parts.append(
-                "Nothing was removed: no channel is exactly zero for all that read it. Weights of RAMDA and RMDA have\n"
-                "zeros at the structured point: shrink inside optimizer.structured(). Or λ is too small yet."
+                "Nothing was removed. Where no channel is zero for all that read it: weights of RAMDA and RMDA have\n"
+                "zeros at the structured point, so shrink inside optimizer.structured(); or λ is too small yet."
             )
         if self.difference is not None:
             parts.append(str(self.difference))

@@ -35,4 +35,3 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "tacotron2": Tacotron2,
     "vit-mim": vit_mim,
 }
-"""Builders that take plain keyword arguments."""

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from espalier.app.errors import Problem
 
+PATCH = 4  # pixels wide and high
+
 
 class MaskedImageModel(nn.Module):
     """Images and which of their patches are hidden → the images as the network paints them, everywhere."""
 
-    def __init__(self, network: nn.Module, patches: int) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.patches = network, patches
+        self.network = network
 
     def forward(self, images: Tensor, mask: Tensor) -> Tensor:
         painted: Tensor = self.network(pixel_values=images, bool_masked_pos=mask).reconstruction
@@ -24,7 +26,7 @@ class MaskedImageModel(nn.Module):
 
 
 def vit_mim(
-    image: int = 32, patch: int = 4, hidden: int = 192, layers: int = 4, heads: int = 4, inner: int = 768
+    image: int = 32, patch: int = PATCH, hidden: int = 192, layers: int = 4, heads: int = 4, inner: int = 768
 ) -> MaskedImageModel:
     """The vision transformer of transformers, with a mask token and one linear layer that paints pixels."""
     if image % patch:
@@ -42,7 +44,7 @@ def vit_mim(
         num_attention_heads=heads,
         intermediate_size=inner,
     )
-    return MaskedImageModel(ViTForMaskedImageModeling(config), (image // patch) ** 2)
+    return MaskedImageModel(ViTForMaskedImageModeling(config))
 
 
 def random_mask(

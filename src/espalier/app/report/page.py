@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -11,9 +9,11 @@ from pathlib import Path
 from string import Template
 
 from espalier import __version__
+from espalier.app import names
 from espalier.app.errors import Problem
 from espalier.app.report import plots, summary, tables, words
 from espalier.app.report.runs import Run, read_runs
+from espalier.app.run import replacing
 
 # more layers than this are folded away until asked for
 OPEN_LAYERS = 80
@@ -22,18 +22,11 @@ OPEN_LAYERS = 80
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Write one self-contained HTML file about these run directories, and say where it is."""
     page = render(read_runs(runs))
+    if out.is_dir():
+        raise Problem(f"{out} is a directory: name a file in it with --out")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(page)
-            # mkstemp keeps others out; a report is to be read
-            os.chmod(name, 0o644)
-            os.replace(name, out)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with replacing(out) as file:
+            file.write(page.encode())
     except OSError as error:
         raise Problem(f"{out} cannot be written: {error.strerror or error}; name another file with --out") from error
     return out
@@ -44,12 +37,15 @@ def render(runs: list[Run]) -> str:
     here = files("espalier.app.report")
     every, structured = _names(runs, runs), _names([run for run in runs if not run.dense], runs)
     lines = [*_band(runs), *_falls(runs)]
+    measure = runs[0].info.structure
+    kind = f"{names.STRUCTURES[measure].capitalize()}: {names.EXPLAINED[measure]}."
+    changing = words.CHANGING[measure].capitalize()
+    stable = f"{changing} that changed from one look to the next. At 0 the structure stands still."
     row = [
         _section("Quality against structure", _figure(plots.trade(runs), [*structured, *_diamond(runs)]), _TRADE),
-        _section("Stability", _figure(plots.flips(runs), [*structured, *lines]), _STABLE),
+        _section("Stability", _figure(plots.flips(runs), [*structured, *lines]), stable),
         _section("Training loss", _figure(plots.loss(runs), [*every, *lines]), _LOSS),
     ]
-    kind = _STRUCTURE[runs[0].info.structure]
     both = _STYLES if structured else []
     sections = [
         _section("Summary", _summary(runs), hidden=True),
@@ -57,7 +53,7 @@ def render(runs: list[Run]) -> str:
         _section("Structure", _figure(plots.structure(runs), [*structured, *both, *lines]), kind),
         f'<div class="row">{"".join(row)}</div>',
         _section("Dense, structured, shrunk", _shrunk(runs), _SHRUNK),
-        _section("Layer by layer", _layers(runs), _LAYERS),
+        _section("Layer by layer", _layers(runs), _LAYERS.format(mean=", the mean over seeds" if _band(runs) else "")),
         _section("Settings", _settings(runs, "settings")),
         _section("Environment", _settings(runs, "environment")),
         _section("Commands", _commands(runs)),
@@ -71,22 +67,19 @@ def render(runs: list[Run]) -> str:
     )
 
 
-_STRUCTURE = {
-    "weighted_group_sparsity": "Weighted group sparsity: the share of weights in groups that are exactly zero.",
-    "low_rank_level": "Low-rank level: 1 − Σ rank / Σ full rank over the layers.",
-}
 _STYLES = [
     '<span class="stroke" aria-hidden="true"></span>structured point',
     '<span class="stroke dashed" aria-hidden="true"></span>weights',
 ]
 _QUALITY = (
-    "On held-out data: at the structured point, whose zeros are exact, and at the weights, which draw near to it."
+    "On held-out data: at the structured point, whose structure is exact, and at the weights. Where the two differ, "
+    "the structured point is evaluated with batch norm’s statistics taken anew, the weights with their running "
+    "ones: their lines may part even where the weights have all but met the structured point."
 )
 _TRADE = "One point a run: the quality that it keeps, and how much of the network is gone."
 _LOSS = "On the batches that the network learns from."
 _SHRUNK = "Shrinking takes out what is zero. The shrunk model computes what the structured one does, to rounding."
-_LAYERS = "How much of each layer is gone, as the mean over seeds: zero groups, or rank. Hover for the counts."
-_STABLE = "Groups that became zero or ceased to be, or ranks that changed. At 0 the structure stands still."
+_LAYERS = "How much of each layer is gone in the delivered model{mean}. Hover for the counts."
 
 
 def _section(heading: str, body: str, text: str = "", hidden: bool = False) -> str:

@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 
+from espalier.app.names import STRUCTURES
 from espalier.app.report.chart import Line, Point, Style, lines, points
 from espalier.app.report.runs import Look, Run
-from espalier.app.report.words import STRUCTURE, families, label
+from espalier.app.report.words import CHANGING, families, label
 
 METRIC = {"accuracy": "accuracy, %", "perplexity": "perplexity", "loss": "validation loss"}
 UNIT = {"accuracy": " %", "perplexity": "", "loss": ""}
@@ -27,7 +28,7 @@ def quality(runs: list[Run]) -> list[str]:
 def structure(runs: list[Run]) -> list[str]:
     """Structure over the epochs, and near their end; dense runs have none to show."""
     data = _points_of([run for run in runs if not run.dense], "structure", runs)
-    return _with_zoom(Style("structure", f"{STRUCTURE[runs[0].info.structure]}, %", " %"), data, runs)
+    return _with_zoom(Style("structure", f"{STRUCTURES[runs[0].info.structure]}, %", " %"), data, runs)
 
 
 def loss(runs: list[Run]) -> list[str]:
@@ -43,7 +44,8 @@ def flips(runs: list[Run]) -> list[str]:
     data = _collect([run for run in runs if not run.dense], runs, lambda look: look.flipped)
     if not data:
         return []
-    return [lines(Style("flips", "groups that changed", "", "symlog", stages=stages(runs)), data)]
+    title = f"{CHANGING[runs[0].info.structure]} that changed"
+    return [lines(Style("flips", title, "", "symlog", stages=stages(runs)), data)]
 
 
 def trade(runs: list[Run]) -> list[str]:
@@ -59,7 +61,7 @@ def trade(runs: list[Run]) -> list[str]:
             data.append(Point(f"{name}, paper", index, paper.structure, paper.quality, hollow=True))
     if sum(not point.hollow for point in data) < 2:
         return []
-    return [points("trade", f"{STRUCTURE[info.structure]}, %", METRIC[info.metric], data)]
+    return [points("trade", f"{STRUCTURES[info.structure]}, %", METRIC[info.metric], data)]
 
 
 def _collect(some: list[Run], runs: list[Run], value: Callable[[Look], float | None], main: bool = True) -> list[Line]:

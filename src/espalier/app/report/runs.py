@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
 from espalier.app.errors import Problem
+from espalier.app.picks import picked
 
 T = TypeVar("T")
 
@@ -24,21 +26,22 @@ class Part(BaseModel):
 class Paper(Part):
     """What the paper reports for this method, in the units of the run."""
 
-    quality: float | None = None
-    structure: float | None = None
+    quality: FiniteFloat | None = None
+    structure: FiniteFloat | None = None
 
 
 class Info(Part):
     """`run.json`."""
 
     recipe: str
-    title: str
+    title: str = ""
     method: str
     seed: int
     status: Literal["finished", "stopped", "running"]
     metric: Literal["accuracy", "perplexity", "loss"]
     better: Literal["max", "min"]
-    structure: Literal["weighted_group_sparsity", "low_rank_level"]
+    structure: Literal["weighted_group_sparsity", "low_rank_level", "element_sparsity"]
+    pick: Literal["last", "most-structured"] = "last"
     settings: dict[str, Any] = {}
     environment: dict[str, Any] = {}
     paper: Paper | None = None
@@ -51,7 +54,7 @@ class Look(Part):
     """One line of `metrics.jsonl`."""
 
     step: int
-    epoch: float
+    epoch: FiniteFloat
     lr: float | None = None
     train_loss: float | None = None
     step_ms: float | None = None
@@ -129,15 +132,26 @@ class Run(Part):
         """Whether no look saw a structured point."""
         return all(look.structured is None for look in self.looks)
 
+    @cached_property
+    def picked(self) -> Look:
+        """The look that the run's numbers are taken from."""
+        return Look.model_validate(picked([look.model_dump() for look in self.looks], self.info.pick))
+
     @property
     def quality(self) -> float | None:
-        """The newest quality: at the structured point, or of the weights where there is none."""
-        return finite((self.last.structured or self.last.weights).get(self.info.metric))
+        """The picked quality: at the structured point, or of the weights where there is none."""
+        return finite((self.picked.structured or self.picked.weights).get(self.info.metric))
 
     @property
     def structure(self) -> float | None:
-        """The newest structure at the structured point, in percent."""
-        return finite(self.last.structured.get("structure")) if self.last.structured else None
+        """The picked structure at the structured point, in percent."""
+        return finite(self.picked.structured.get("structure")) if self.picked.structured else None
+
+    @property
+    def unstable(self) -> Look | None:
+        """The newest look that compared structures, if that saw a change."""
+        measured = [look for look in self.looks if look.flipped is not None]
+        return measured[-1] if measured and measured[-1].flipped else None
 
     @property
     def stable_since(self) -> float | None:
@@ -175,22 +189,22 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read(path: Path) -> Run:
     if not (path / "run.json").is_file():
         raise Problem(f"{path} is not a run directory: it has no run.json; name one that `espalier train` has filled")
+    layers, shrunk = path / "structure.json", path / "shrunk.json"
+    way_out = "delete it, and the report does without"
     return Run(
         path=path,
-        info=_load(path / "run.json", TypeAdapter(Info)),
+        info=_load(path / "run.json", TypeAdapter(Info), "train again, into another directory"),
         looks=_looks(path / "metrics.jsonl"),
-        layers=_load(path / "structure.json", TypeAdapter(list[Layer]), missing=[]),
-        shrunk=_load(path / "shrunk.json", TypeAdapter(Shrunk | None), missing=None),
+        layers=_load(layers, TypeAdapter(list[Layer]), way_out) if layers.exists() else [],
+        shrunk=_load(shrunk, TypeAdapter(Shrunk), way_out) if shrunk.exists() else None,
     )
 
 
-def _load(path: Path, kind: TypeAdapter[T], missing: T | None = None) -> T:
-    if not path.is_file():
-        return missing  # type: ignore[return-value]  # only files that may be missing are asked for with a default
+def _load(path: Path, kind: TypeAdapter[T], way_out: str) -> T:
     try:
         return kind.validate_python(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise Problem(f"{path} cannot be read: {_first(error)}; `espalier train` writes this file anew") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise Problem(f"{path} cannot be read: {_first(error)}; {way_out}") from error
 
 
 def _looks(path: Path) -> list[Look]:
@@ -198,19 +212,19 @@ def _looks(path: Path) -> list[Look]:
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError as error:
         raise Problem(f"{path} cannot be read: {_first(error)}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     looks = []
     for number, line in lines:
         try:
             looks.append(Look.model_validate(json.loads(line)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # a run that is being written, or was killed: its last line may be half there
             if number == lines[-1][0]:
                 break
             raise Problem(f"{path}, line {number} cannot be read: {_first(error)}; delete this line") from error
     if not looks:
         raise Problem(f"{path.parent} has no metrics yet: wait for the first line of metrics.jsonl")
-    return looks
+    return sorted(looks, key=lambda look: look.step)
 
 
 def _first(error: Exception) -> str:

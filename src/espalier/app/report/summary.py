@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from html import escape
 
+from espalier.app import names
 from espalier.app.report import words
 from espalier.app.report.runs import Run
 from espalier.app.report.tables import counted
@@ -30,8 +31,8 @@ class Card:
 
 
 def title(runs: list[Run]) -> str:
-    """The recipes' titles, each once."""
-    return " and ".join(dict.fromkeys(run.info.title for run in runs))
+    """The recipes' titles, each once; the name of a recipe that has none."""
+    return " and ".join(dict.fromkeys(run.info.title.strip() or run.info.recipe for run in runs))
 
 
 def lead(runs: list[Run]) -> str:
@@ -41,7 +42,7 @@ def lead(runs: list[Run]) -> str:
         state = {"finished": "finished", "stopped": "stopped before its end", "running": "still running"}
         where = run.info.environment.get("device")
         return escape(
-            f"{run.info.method}, seed {run.info.seed}: {state[run.info.status]} at epoch {words.epoch(run.last.epoch)}"
+            f"{words.label(run, runs)}: {state[run.info.status]} at epoch {words.epoch(run.last.epoch)}"
             f"{words.progress(run)}, after {words.duration(run.info.seconds)}{f' on {where}' if where else ''}."
         )
     groups = words.families(runs)
@@ -74,12 +75,14 @@ def warnings(runs: list[Run]) -> str:
 def _one(run: Run) -> list[Card]:
     info, paper = run.info, run.info.paper
     where = "of the weights" if run.dense else "at the structured point"
+    if not run.dense and info.pick != "last":
+        where += f" of {words.numbers_from(run)}"
     beside = f"; the paper has {paper.quality:g}" if paper and paper.quality is not None else ""
     found = [Card(info.metric, words.quality(info, run.quality), f"{where}{beside}")]
     if not run.dense:
-        stable = "still changing" if run.stable_since is None else f"stable since epoch {words.epoch(run.stable_since)}"
         beside = f"; the paper has {paper.structure:g}" if paper and paper.structure is not None else ""
-        found.append(Card(words.STRUCTURE[info.structure], words.percent(run.structure), f"{stable}{beside}"))
+        note = f"{words.stability(run)}{beside}"
+        found.append(Card(names.STRUCTURES[info.structure], words.percent(run.structure), note))
     found += _size([run], "size, ")
     steps = f"{words.count(run.last.step)} of {words.count(info.total_steps)} steps in {words.duration(info.seconds)}"
     return [*found, Card("status", info.status, steps)]
@@ -87,8 +90,9 @@ def _one(run: Run) -> list[Card]:
 
 def _many(runs: list[Run]) -> list[Card]:
     info = runs[0].info
-    structured = [run for run in runs if not run.dense]
-    groups = {name: counted(members) for name, members in words.families(structured or runs).items()}
+    everyone = {name: counted(members) for name, members in words.families(runs).items()}
+    structured = {name: kept for name, members in everyone.items() if (kept := [r for r in members if not r.dense])}
+    groups = structured or everyone
     qualities = {
         name: statistics.fmean(values)
         for name, members in groups.items()
@@ -103,11 +107,12 @@ def _many(runs: list[Run]) -> list[Card]:
     if qualities:
         name = (max if info.better == "max" else min)(qualities, key=lambda key: qualities[key])
         note = f"{name}, {_mean_of(groups[name])}"
-        found.append(Card(f"best {info.metric}", words.quality(info, qualities[name]), note))
+        kind = "structured " if structured else ""
+        found.append(Card(f"best {kind}{info.metric}", words.quality(info, qualities[name]), note))
     if shares:
         name = max(shares, key=lambda key: shares[key])
         note = f"{name}, {_mean_of(groups[name])}"
-        found.append(Card(f"highest {words.STRUCTURE[info.structure]}", words.percent(shares[name]), note))
+        found.append(Card(f"highest {names.STRUCTURES[info.structure]}", words.percent(shares[name]), note))
     found += _size(runs, "smallest, ")
     done = sum(run.info.status == "finished" for run in runs)
     total = sum(run.info.seconds or 0 for run in runs)
@@ -126,7 +131,8 @@ def _size(runs: list[Run], before: str) -> list[Card]:
         return []
     small_bytes, dense_bytes, run = min(sizes, key=lambda size: size[0])
     who = f"{words.label(run, runs)}: " if len(runs) > 1 else ""
-    big = f"{words.scaled(dense_bytes, 'B')} → {words.scaled(small_bytes, 'B')}"
+    # no-break spaces: a card is wide enough for both
+    big = f"{words.scaled(dense_bytes, 'B')}\u00a0→\u00a0{words.scaled(small_bytes, 'B')}"
     return [Card(f"{before}before → after", big, f"{who}{dense_bytes / small_bytes:.3g} times smaller")]
 
 

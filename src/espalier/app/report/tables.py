@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
+from espalier.app import names
 from espalier.app.report import words
 from espalier.app.report.runs import Layer, Row, Run
 from espalier.app.report.svg import SERIES
@@ -48,7 +49,7 @@ def spread(values: Sequence[float]) -> tuple[float, float | None] | None:
 
 def means(runs: list[Run]) -> str:
     """Each method's mean over its seeds, and the paper's number beside it."""
-    info = runs[0].info
+    info, told = runs[0].info, _picky(runs)
     rows = []
     for index, (name, members) in enumerate(words.families(runs).items()):
         chosen, paper = counted(members), members[0].info.paper
@@ -64,10 +65,17 @@ def means(runs: list[Run]) -> str:
                 _paper(paper.quality if paper else None, qualities),
                 _mean(structures, True),
                 _paper(paper.structure if paper else None, structures),
+                *([" or ".join(dict.fromkeys(map(words.source, chosen)))] if told else []),
             ]
         )
-    head = ["method", "seeds", info.metric, "paper", words.STRUCTURE[info.structure], "paper"]
+    head = ["method", "seeds", info.metric, "paper", names.STRUCTURES[info.structure], "paper"]
+    head += ["numbers from"] if told else []
     return table("Each method's mean and standard deviation over seeds", head, rows, "numbers")
+
+
+def _picky(runs: list[Run]) -> bool:
+    """Whether it must be said which look the numbers are from: the last one goes without saying."""
+    return any(run.info.pick != "last" and not run.dense for run in runs)
 
 
 def _mean(values: list[float], share: bool) -> str:
@@ -90,29 +98,33 @@ def _paper(value: float | None, ours: list[float]) -> str:
 
 def overview(runs: list[Run]) -> str:
     """One row a run: where it stands."""
-    info, numbers = runs[0].info, colours(runs)
+    info, numbers, told = runs[0].info, colours(runs), _picky(runs)
     rows = []
     for run in runs:
         last = run.last
-        stable = words.MISSING if run.dense else words.epoch(run.stable_since)
-        if not run.dense and run.stable_since is None and last.flipped:
-            stable = "still changing"
         rows.append(
             [
                 swatch(numbers[words.family(run, runs)], words.label(run, runs)),
                 f'<span class="badge {run.info.status}">{run.info.status}</span>',
                 f"{words.epoch(last.epoch)}{words.progress(run)}",
                 words.quality(info, run.quality),
-                words.quality(info, last.weights.get(info.metric)),
+                words.quality(info, run.picked.weights.get(info.metric)),
                 words.percent(run.structure),
-                stable,
+                words.MISSING if run.dense else _wrapped(words.stability(run).removeprefix("stable ")),
                 words.duration(run.info.seconds),
                 words.number(last.step_ms),
+                *([_wrapped(words.numbers_from(run))] if told else []),
             ]
         )
     head = ["run", "status", "epoch", f"{info.metric}, structured point", f"{info.metric}, weights"]
-    head += [words.STRUCTURE[info.structure], "stable since epoch", "time", "ms a step"]
+    head += [names.STRUCTURES[info.structure], "stable", "time", "ms\u00a0a\u00a0step"]
+    head += ["numbers from"] if told else []
     return table("Where each run stands", head, rows, "numbers")
+
+
+def _wrapped(text: str) -> str:
+    """Words among numbers: they may break, so that the table stays narrow."""
+    return f'<span class="words">{escape(text)}</span>'
 
 
 def shrunk(runs: list[Run]) -> str:
@@ -125,7 +137,7 @@ def shrunk(runs: list[Run]) -> str:
             for _, small in done
             for row in small.rows
         ]
-        head = ["model", info.metric, words.STRUCTURE[info.structure], "parameters", "size", "latency"]
+        head = ["model", info.metric, names.STRUCTURES[info.structure], "parameters", "size", "latency"]
         return table(name, head, rows, "numbers")
     numbers, rows = colours(runs), []
     for run, small in done:

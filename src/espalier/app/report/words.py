@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from espalier.app import names
 from espalier.app.report.runs import Info, Run, finite
 
-STRUCTURE = {"weighted_group_sparsity": "weighted group sparsity", "low_rank_level": "low-rank level"}
+# what can change from one look to the next
+CHANGING = {"weighted_group_sparsity": "groups", "low_rank_level": "ranks", "element_sparsity": "weights"}
 MISSING = "–"
 
 
@@ -66,6 +68,26 @@ def progress(run: Run) -> str:
     return "" if run.info.status == "finished" else f", {done:.0%} of the way"
 
 
+def stability(run: Run) -> str:
+    """Since when the structure stands still, or how much of it changed last."""
+    if run.unstable is not None:
+        look, noun = run.unstable, CHANGING[run.info.structure]
+        of = f" of {count(look.groups)}" if look.groups else ""
+        return f"not stable: {count(look.flipped or 0)}{of} {noun} changed at the last look"
+    return MISSING if run.stable_since is None else f"stable since epoch {epoch(run.stable_since)}"
+
+
+def source(run: Run) -> str:
+    """The epoch that the run's numbers are taken from; to a dense run all are alike, and the last counts."""
+    return "the last epoch" if run.dense or run.info.pick == "last" else "the most structured epoch"
+
+
+def numbers_from(run: Run) -> str:
+    """The same with its number, where that is not the last."""
+    said = source(run)
+    return said if run.picked.step == run.last.step else f"{said}, {epoch(run.picked.epoch)}"
+
+
 def setting(value: Any) -> str:
     """A value of the recipe."""
     if value is None:
@@ -91,7 +113,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
 def family(run: Run, runs: list[Run]) -> str:
     """The name that runs differing only in their seed share."""
     one_recipe = len({other.info.recipe for other in runs}) == 1
-    return run.info.method if one_recipe else f"{run.info.recipe} · {run.info.method}"
+    method = names.method(run.info.method)
+    return method if one_recipe else f"{run.info.recipe} · {method}"
 
 
 def families(runs: list[Run]) -> dict[str, list[Run]]:
