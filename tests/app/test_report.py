@@ -705,3 +705,15 @@ def test_the_browser_sees_what_is_wrong(tmp_path: Path) -> None:
     assert any("lost is not defined" in error for error in seen["errors"])
     assert any("none.png" in request for request in seen["requests"])
     assert any("told" in line for line in seen["console"])
+
+
+def test_the_methods_settings_stand_beside_the_others(tmp_path: Path) -> None:
+    paths = [fake_run(tmp_path / method, method, 0, 3) for method in ("ramda", "rmda")]
+    for path, method, lr in zip(paths, ("ramda", "rmda"), (0.25, 0.75), strict=True):
+        facts = json.loads((path / "run.json").read_text())
+        facts["settings"] = {"batch": 128, "methods": {method: {"lr": lr}}}
+        (path / "run.json").write_text(json.dumps(facts))
+    page = write_report(paths, tmp_path / "page.html").read_text()
+    assert "<code>lr</code>" in page
+    assert "methods." not in page
+    assert "<mark>0.25</mark>" in page

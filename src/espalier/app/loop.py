@@ -65,8 +65,6 @@ class Training:
         self.optimizer = make_optimizer(self.recipe, job.of, self.model, self.plan)
         self.schedule = make_schedule(self.recipe, job.of, self.optimizer, self.plan)
         self.looker = Looker(self.task, self.model, self.optimizer, job.seed)
-        if self.recipe.compile:
-            self.model.compile()
         # the optimizer's state is where it belongs already
         self.net, wrapped = accelerator.prepare(self.model, self.optimizer, device_placement=[True, False])
         # Accelerate's wrapper searches the disk for a package at every step, and is needed where gradients are scaled

@@ -161,7 +161,6 @@ class Recipe(Strict):
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     accumulate: PositiveInt = 1  # batches of batch / accumulate before each step
     clip: PositiveFloat | None = None  # of the gradient's norm
-    compile: bool = False
     evaluate_every: PositiveInt = 1
     recalibrate: PositiveInt = 20  # batches that batch norm's statistics of the structured point are taken from
     save_minutes: Weight = 2.0  # between two checkpoints

@@ -8,28 +8,17 @@ from torch import nn
 
 from espalier.app.models.convnet import ConvNet
 from espalier.app.models.linear import logreg, mlp
-from espalier.app.models.resnet import ResNet, bottleneck
+from espalier.app.models.resnet import resnet50
 from espalier.app.models.simmim import vit_mim
 from espalier.app.models.tacotron2 import Tacotron2
 from espalier.app.models.transformer_xl import TransformerXL
 from espalier.app.models.vgg import VGG19
 
-
-def vgg19(width: float = 1.0, classes: int = 10) -> VGG19:
-    """VGG19 with batch norm, for images of 32 × 32."""
-    return VGG19(width=width, classes=classes)
-
-
-def resnet50(width: int = 64, classes: int = 10, imagenet: bool = False) -> ResNet:
-    """ResNet50, with the stem of CIFAR or of ImageNet."""
-    return ResNet(bottleneck, (3, 4, 6, 3), width=width, classes=classes, imagenet=imagenet)
-
-
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "logreg": logreg,
     "mlp": mlp,
     "convnet": ConvNet,
-    "vgg19": vgg19,
+    "vgg19": VGG19,
     "resnet50": resnet50,
     "transformer-xl": TransformerXL,
     "tacotron2": Tacotron2,

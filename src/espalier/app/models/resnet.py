@@ -77,4 +77,8 @@ class ResNet(nn.Module):
 
 
 resnet18 = partial(ResNet, basic, (2, 2, 2, 2))
-resnet50 = partial(ResNet, bottleneck, (3, 4, 6, 3))
+
+
+def resnet50(width: int = 64, classes: int = 10, imagenet: bool = False) -> ResNet:
+    """ResNet50, with the stem of CIFAR or of ImageNet."""
+    return ResNet(bottleneck, (3, 4, 6, 3), width=width, classes=classes, imagenet=imagenet)

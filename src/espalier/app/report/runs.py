@@ -49,6 +49,13 @@ class Info(Part):
     seconds: float | None = None
     command: str = ""
 
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """The settings, those of the method beside the others."""
+        methods = self.settings.get("methods")
+        own = methods.get(self.method) if isinstance(methods, dict) else None
+        return {k: v for k, v in self.settings.items() if k != "methods"} | (own if isinstance(own, dict) else {})
+
 
 class Look(Part):
     """One line of `metrics.jsonl`."""

@@ -187,7 +187,7 @@ def _bar(index: int, seen: list[tuple[Run, Layer]]) -> str:
 
 def settings(runs: list[Run], part: str) -> tuple[str, str]:
     """What differs between the runs and what they share, of their settings or environment; empty where nothing does."""
-    flat = [words.flatten(run.info.settings if part == "settings" else run.info.environment) for run in runs]
+    flat = [words.flatten(run.info.own_settings if part == "settings" else run.info.environment) for run in runs]
     keys = list(dict.fromkeys(key for one in flat for key in one))
     same = [key for key in keys if len({one.get(key) for one in flat}) == 1]
     other = [key for key in keys if key not in same]
