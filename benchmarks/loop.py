@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from report import report
 
-from espalier.app import recipe
+from espalier.app import cookbook
 from espalier.app.loop import Training
 from espalier.app.machine import clock, find_device, make_accelerator
 from espalier.app.progress import Silent
@@ -58,7 +58,7 @@ TASKS: dict[str, tuple[str, Callable[[Path], None], int]] = {  # data, how to ma
 def prepared(name: str, method: str, data: Path, out: Path, device: str, precision: str) -> Training:
     """A training that is ready for its first step."""
     changes = [ADAMW, "unit=steps", "length=1000000", "milestones=[500000]", f"mixed_precision={precision}"]
-    job = Job(name, recipe.load(name, changes).only(method), method, 0, out, data, device=device)
+    job = Job(name, cookbook.load(name, changes).only(method), method, 0, out, data, device=device)
     accelerator = make_accelerator(job)
     return Training(job, Run(out), accelerator, Silent())
 

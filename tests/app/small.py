@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tiny
 
-from espalier.app import recipe
+from espalier.app import cookbook
 from espalier.app.run import Job
 
 SHORT = [
@@ -44,7 +44,7 @@ def job(
     name: str, where: Path, *, method: str = "", changes: tuple[str, ...] = (), seed: int = 0, out: str = "run"
 ) -> Job:
     """A short run of a recipe on its tiny data, which are made under `where`."""
-    loaded = recipe.load(name, [*SHORT, *NARROW[name], *changes])
+    loaded = cookbook.load(name, [*SHORT, *NARROW[name], *changes])
     method = method or next(iter(loaded.methods))
     data = tiny.make(loaded.data.name, where / "data")
     return Job(name, loaded.only(method), method, seed, where / out, data, device="cpu", command="a test")

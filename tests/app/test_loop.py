@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import espalier
-from espalier.app import recipe
+from espalier.app import cookbook
 from espalier.app.data import open_data
 from espalier.app.deliver import open_delivered, shrink_run
 from espalier.app.errors import Problem, Stopped
@@ -61,7 +61,7 @@ def assert_same(a: Run, b: Run) -> None:
     assert looks == seen
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", cookbook.names())
 def test_a_recipe_trains_goes_on_and_reports(name: str, tmp_path: Path) -> None:
     whole = train(small.job(name, tmp_path, out="whole"), Silent())
     cut = small.job(name, tmp_path, out="cut")
@@ -78,7 +78,7 @@ def test_a_recipe_trains_goes_on_and_reports(name: str, tmp_path: Path) -> None:
     assert html.escape(facts["title"]) in page
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", cookbook.names())
 def test_a_recipe_is_delivered_at_the_structured_point_and_shrinks(name: str, tmp_path: Path) -> None:
     # λ so large that something goes within 20 steps
     job = small.job(name, tmp_path)
@@ -107,7 +107,7 @@ def penalty_of(job: Any) -> espalier.Penalty:
     return espalier.NuclearNorm(1.0) if job.recipe.penalty == "nuclear-norm" else espalier.GroupLasso(1.0)
 
 
-METHODS = [(name, method) for name in recipe.names() for method in list(recipe.load(name).methods)[1:]]
+METHODS = [(name, method) for name in cookbook.names() for method in list(cookbook.load(name).methods)[1:]]
 
 
 @pytest.mark.parametrize(("name", "method"), METHODS)
@@ -230,7 +230,7 @@ def test_memory_ends_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_accumulation_does_not_change_how_long_a_run_is(tmp_path: Path) -> None:
     # 1500 digits are 6 parts of 250: one step and a half an epoch
-    loaded = recipe.load("digits", ["batch=1000", "accumulate=4", "length=10", "milestones=[4]", "model.width=2"])
+    loaded = cookbook.load("digits", ["batch=1000", "accumulate=4", "length=10", "milestones=[4]", "model.width=2"])
     run = train(Job("digits", loaded.only("ramda"), "ramda", 0, tmp_path / "run", device="cpu"), Silent())
     assert run.looks()[-1]["step"] == 15
     assert run.looks()[-1]["epoch"] == pytest.approx(10)

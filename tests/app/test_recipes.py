@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from espalier.app import recipe
+from espalier.app import cookbook
 from espalier.app.errors import Problem
 from espalier.optim.dual_averaging import ramp_length
 
@@ -30,20 +30,20 @@ SETTINGS = {
 
 
 def test_all_of_the_papers_tasks_are_there() -> None:
-    assert {name for name, _ in SETTINGS} | {"digits"} == set(recipe.names())
+    assert {name for name, _ in SETTINGS} | {"digits"} == set(cookbook.names())
 
 
 @pytest.mark.parametrize(("name", "method"), SETTINGS)
 def test_the_papers_settings(name: str, method: str) -> None:
-    r = recipe.load(name)
+    r = cookbook.load(name)
     m = r.methods[method]
     assert (m.lr, m.lam, m.momentum, r.batch, r.length, r.milestones) == SETTINGS[name, method]
     assert m.weight_decay == 0
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", cookbook.names())
 def test_the_head_gives_the_command_and_the_papers_numbers(name: str) -> None:
-    r, head = recipe.load(name), recipe.text(name).split("\ntitle:")[0]
+    r, head = cookbook.load(name), cookbook.text(name).split("\ntitle:")[0]
     assert f"espalier compare {name}" in head
     for method, paper in r.paper.items():
         line = next(x for x in head.splitlines() if x.lower().startswith(f"#   {method}"))
@@ -52,7 +52,7 @@ def test_the_head_gives_the_command_and_the_papers_numbers(name: str) -> None:
 
 
 def test_lengths_and_milestones_shrink_together() -> None:
-    plan = recipe.load("vgg19-cifar10", ["scale=0.2"]).plan(391)
+    plan = cookbook.load("vgg19-cifar10", ["scale=0.2"]).plan(391)
     assert plan.total == 200 * 391
     assert plan.milestones == tuple(m * 391 for m in (40, 80, 120, 160))
     assert plan.period == 391
@@ -60,14 +60,14 @@ def test_lengths_and_milestones_shrink_together() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.2, 0.1, 0.01, 0.001])
 def test_c_reaches_1_before_the_end_at_every_scale(scale: float) -> None:
-    plan = recipe.load("vgg19-cifar10", [f"scale={scale}"]).plan(391)
+    plan = cookbook.load("vgg19-cifar10", [f"scale={scale}"]).plan(391)
     momentum = plan.momentum(0.99)
     assert ramp_length(1 - momentum) <= (plan.total - plan.milestones[-1]) * 3 / 4
     assert (momentum == 0.99) == (scale >= 0.2)
 
 
 def test_changes_reach_inside() -> None:
-    r = recipe.load("vgg19-cifar10", ["methods.ramda.lr=3e-3", "model.width=0.5", "data.augment=false", "batch=64"])
+    r = cookbook.load("vgg19-cifar10", ["methods.ramda.lr=3e-3", "model.width=0.5", "data.augment=false", "batch=64"])
     assert (r.methods["ramda"].lr, r.model.options, r.data.options, r.batch) == (
         3e-3, {"width": 0.5}, {"augment": False}, 64,
     )  # fmt: skip
@@ -75,8 +75,8 @@ def test_changes_reach_inside() -> None:
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text(recipe.text("digits").replace("length: 50", "length: 21"))
-    assert recipe.load(str(mine)).length == 21
+    mine.write_text(cookbook.text("digits").replace("length: 50", "length: 21"))
+    assert cookbook.load(str(mine)).length == 21
 
 
 BAD = {
@@ -106,7 +106,7 @@ BAD = {
 def test_what_is_wrong_is_one_line(case: str) -> None:
     changes, message = BAD[case]
     with pytest.raises(Problem, match=message) as seen:
-        recipe.load("vgg19-cifar10", changes)
+        cookbook.load("vgg19-cifar10", changes)
     assert "\n" not in str(seen.value)
 
 
@@ -122,16 +122,16 @@ def test_files_that_are_no_recipes(text: str, message: str, tmp_path: Path) -> N
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(Problem, match=message) as seen:
-        recipe.load(str(file))
+        cookbook.load(str(file))
     assert "\n" not in str(seen.value)
 
 
 def test_names_that_are_not_there() -> None:
     with pytest.raises(Problem, match=r"no recipe 'vgg19-cifar' \(did you mean 'vgg19-cifar10'"):
-        recipe.load("vgg19-cifar")
+        cookbook.load("vgg19-cifar")
     with pytest.raises(Problem, match=r"can't read the recipe nowhere.yaml: No such file"):
-        recipe.load("nowhere.yaml")
+        cookbook.load("nowhere.yaml")
     with pytest.raises(Problem, match=r"no method 'ramdaa' \(did you mean 'ramda'"):
-        recipe.load("digits").only("ramdaa")
+        cookbook.load("digits").only("ramdaa")
     with pytest.raises(Problem, match="scale 1e-06 leaves no step between two of the milestones"):
-        recipe.load("digits", ["scale=1e-6"]).plan(15)
+        cookbook.load("digits", ["scale=1e-6"]).plan(15)

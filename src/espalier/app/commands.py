@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from espalier import __version__
-from espalier.app import names
-from espalier.app import recipe as recipes_
+from espalier.app import cookbook, names
 from espalier.app.errors import Problem
+from espalier.app.recipe import Recipe
 from espalier.app.run import Job
 
 app = typer.Typer(
@@ -84,7 +84,7 @@ def train(
     from espalier.app.progress import Display
     from espalier.app.report import write_report
 
-    loaded = recipes_.load(recipe, set_)
+    loaded = cookbook.load(recipe, set_)
     job = make_job(recipe, loaded, method or next(iter(loaded.methods)), seed, out, data, device)
     with Display(console) as progress:
         run = run_training(job, progress, resume=resume)
@@ -116,7 +116,7 @@ def compare(
     from espalier.app.machine import is_main
     from espalier.app.progress import Display
 
-    loaded = recipes_.load(recipe, set_)
+    loaded = cookbook.load(recipe, set_)
     chosen = list(dict.fromkeys(m.strip() for m in methods.split(","))) if methods else list(loaded.methods)
     where = out or Path("runs") / Path(recipe).stem
     jobs = [
@@ -183,15 +183,15 @@ def recipes(
 ) -> None:
     """List the recipes, or print one."""
     if name is not None:
-        print(recipes_.text(name), end="")
+        print(cookbook.text(name), end="")
         return
     table = Table(box=None)
     table.add_column("recipe", style="bold", no_wrap=True)
     table.add_column("what")
     table.add_column("data", no_wrap=True)
     table.add_column("length", no_wrap=True)
-    for each in recipes_.names():
-        r = recipes_.load(each)
+    for each in cookbook.names():
+        r = cookbook.load(each)
         table.add_row(each, r.title, r.data.name, f"{r.length:,} {r.unit}")
     console.print(table)
     console.print(
@@ -220,9 +220,7 @@ def data(
             console.print(f"    lay it out as {each.layout}\n    {each.page}", soft_wrap=True)
 
 
-def make_job(
-    name: str, recipe: recipes_.Recipe, method: str, seed: int, out: Path | None, data: str | None, device: str
-) -> Job:
+def make_job(name: str, recipe: Recipe, method: str, seed: int, out: Path | None, data: str | None, device: str) -> Job:
     """What the command line asks for."""
     root, hub = where_data_are(data)
     stem = Path(name).stem if name.endswith((".yaml", ".yml")) else name

@@ -12,10 +12,11 @@ from accelerate import Accelerator
 from torch import nn
 
 import espalier
+from espalier.app.cookbook import parse
 from espalier.app.data import open_data
 from espalier.app.errors import Problem, one_line
 from espalier.app.look import Looker, at_structured_point
-from espalier.app.recipe import Recipe, parse
+from espalier.app.recipe import Recipe
 from espalier.app.run import Run, read, replacing
 from espalier.app.tasks import Task, build, open_task
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from espalier.app import recipe
+from espalier.app import cookbook
 from espalier.app.deliver import shrink_run
 from espalier.app.errors import Problem
 from espalier.app.loop import train
@@ -25,7 +25,7 @@ METHODS = ("dense", "ramda")
 def run_demo(console: Console, out: Path) -> None:
     """Train both, shrink the structured one, and show what that gives."""
     _clear(out)
-    digits = recipe.load(RECIPE)
+    digits = cookbook.load(RECIPE)
     console.print(
         "Two networks of one shape learn scikit-learn's handwritten digits: one dense, by AdamW, and one by RAMDA "
         "with group lasso, which drives whole input channels to exactly zero. Then the zeros are taken out.\n"

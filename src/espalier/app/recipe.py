@@ -1,17 +1,14 @@
-"""A recipe: one task with the settings of every method, read from YAML and checked before anything runs."""
+"""A recipe: one task with the settings of every method, checked before anything runs."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -24,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from espalier.app.errors import Problem, one_line
+from espalier.app.errors import Problem
 from espalier.app.models import MODELS
 from espalier.optim.dual_averaging import ramp_length
 
@@ -234,80 +231,3 @@ def unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
     for name in given:
         if name not in listed:
             raise ValueError(f"no {what} is called {name!r}{nearest(name, listed)}")
-
-
-def names() -> list[str]:
-    """The recipes that come with the package."""
-    folder = resources.files("espalier.app") / "recipes"
-    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
-
-
-def text(name: str) -> str:
-    """The YAML of a recipe that comes with the package, or of a file."""
-    if name.endswith((".yaml", ".yml")):
-        try:
-            return Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise Problem(f"can't read the recipe {name}: {getattr(error, 'strerror', error)}") from None
-    if name not in names():
-        raise Problem(f"no recipe {name!r}{nearest(name, names())}; a file of your own ends in .yaml")
-    return (resources.files("espalier.app") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def load(name: str, changes: Iterable[str] = ()) -> Recipe:
-    """A recipe by name or file, with `key=value` changes; a dotted key reaches inside."""
-    try:
-        raw = yaml.safe_load(text(name))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise Problem(f"{name} is not YAML: {one_line(error)}") from None
-    if not isinstance(raw, dict):
-        raise Problem(f"{name} is no recipe: it must hold keys and values, such as title: ...")
-    for change in changes:
-        key, sign, value = change.partition("=")
-        if not sign or not key:
-            raise Problem(f"--set {change}: write key=value, such as --set scale=0.1")
-        _put(raw, key, value)
-    return parse(raw, name)
-
-
-def parse(raw: Mapping[str, Any], name: str) -> Recipe:
-    """The recipe that plain values make, or a Problem that names the first wrong one."""
-    try:
-        return Recipe.model_validate(raw)
-    except ValidationError as error:
-        raise Problem(f"{name}: {_first(error)}") from None
-
-
-def _put(raw: dict[str, Any], dotted: str, value: str) -> None:
-    at = raw
-    *path, last = dotted.split(".")
-    for i, key in enumerate(path):
-        inner = at.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise Problem(f"--set {dotted}={value}: {'.'.join(path[: i + 1])} is a plain value, with nothing inside")
-        at = inner
-    try:
-        at[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise Problem(f"--set {dotted}={value}: the value is not YAML") from None
-
-
-def _first(error: ValidationError) -> str:
-    """One line for the first thing that is wrong."""
-    found = error.errors()[0]
-    where = ".".join(map(str, found["loc"]))
-    message = found["msg"].removeprefix("Value error, ")
-    if found["type"] == "extra_forbidden":
-        return f"no key is called {where!r}{nearest(str(found['loc'][-1]), _keys(found['loc']))}"
-    if found["type"] == "missing":
-        return f"the key {where!r} is missing"
-    if found["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where}={found['input']!r}: {message[:1].lower()}{message[1:]}"
-
-
-def _keys(loc: tuple[int | str, ...]) -> Iterable[str]:
-    """The keys that are known at the place of an unknown one."""
-    inner: dict[str, type[Strict]] = {"methods": Method, "paper": Paper}
-    kind = inner.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe
-    return (Solver if "solver" in loc[:-1] else kind).model_fields
