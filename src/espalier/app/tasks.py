@@ -31,6 +31,9 @@ def build(recipe: Recipe, facts: Mapping[str, Any]) -> nn.Module:
     builder = MODELS[recipe.model.name]
     known = {k: v for k, v in facts.items() if k in inspect.signature(builder).parameters}
     options = {**known, **recipe.model.options}
+    for k, fact in known.items():
+        if options[k] != fact:
+            raise Problem(f"model.{k} is {options[k]}, and {recipe.data.name} has {k} {fact}: leave model.{k} out")
     try:
         return builder(**options)
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
