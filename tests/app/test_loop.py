@@ -225,6 +225,7 @@ def test_memory_ends_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Language, "loss", watched)
     run = train(job, Silent())
+    assert len(json.loads((run.path / "words.json").read_text())) == run.facts["data"]["vocab"]
     epoch = round(20 / run.looks()[-1]["epoch"])
     assert 1 < epoch < 20
     assert seen == [i % epoch != 0 for i in range(20)]
@@ -292,7 +293,7 @@ def test_no_weight_decay_is_none(tmp_path: Path) -> None:
     # AdamW's own default is 0.01
     for name, method in (("vit-mim-cifar10", "dense"), ("mnist-logreg", "proxgen")):
         job = small.job(name, tmp_path, method=method)
-        optimizer = make_optimizer(job.recipe, job.of, torch.nn.Linear(2, 2), job.recipe.plan(1))
+        optimizer = make_optimizer(job.recipe, job.chosen, torch.nn.Linear(2, 2), job.recipe.plan(1))
         assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0}
 
 
@@ -328,6 +329,6 @@ def test_a_diverged_run_says_so(tmp_path: Path) -> None:
 def test_a_shortened_last_stage_still_ends_in_zeros(tmp_path: Path) -> None:
     # momentum 0.99 needs 10 000 steps for c to reach 1, and the last stage has 8
     job = small.job("mnist-logreg", tmp_path, changes=("methods.ramda.lam=0.05",))
-    assert job.of.momentum == 0.99
+    assert job.chosen.momentum == 0.99
     look = train(job, Silent()).looks()[-1]
     assert look["weights"]["structure"] == look["structured"]["structure"] > 0

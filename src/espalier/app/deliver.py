@@ -22,13 +22,15 @@ from espalier.app.tasks import Task, build, open_task
 
 
 def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
-    """Write the model as it stands at the structured point, its structure, and inputs to call it with."""
+    """Write the model as it stands at the structured point, its structure, and what it takes to use it."""
     with at_structured_point(looker.optimizer, looker.model, looker.task, looker.seed):
         if not accelerator.is_main_process:
             return
         if looker.monitor is not None:
             layers = espalier.structure(looker.optimizer).layers
             run.write_json("structure.json", [{**asdict(x), "elements": x.elements} for x in layers])
+        if looker.task.data.words:  # what the model's numbers stand for
+            run.write_json("words.json", looker.task.data.words)
         with replacing(run.path / "examples.pt") as file:
             torch.save([None if x is None else x.cpu() for x in looker.task.examples()], file)
         with replacing(run.model) as file:

@@ -16,10 +16,11 @@ from espalier.app.errors import Problem
 from espalier.app.loop import train
 from espalier.app.progress import Display
 from espalier.app.report import write_report
-from espalier.app.run import Job
+from espalier.app.run import Job, read
 
 RECIPE = "digits"
 METHODS = ("dense", "ramda")
+COMMAND = "espalier demo"
 
 
 def run_demo(console: Console, out: Path) -> None:
@@ -32,7 +33,7 @@ def run_demo(console: Console, out: Path) -> None:
     )
     with Display(console) as progress:
         for method in METHODS:
-            train(Job(RECIPE, digits.only(method), method, 0, out / method, command="espalier demo"), progress)
+            train(Job(RECIPE, digits.only(method), method, 0, out / method, command=COMMAND), progress)
     structured = out / "ramda"
     with console.status("Shrinking the structured network, and checking that it computes the same ..."):
         shrunk = shrink_run(structured)
@@ -51,10 +52,19 @@ def _clear(out: Path) -> None:
     """Make way where an earlier demo was, and nowhere else."""
     if not out.exists():
         return
-    known = {*METHODS, "report.html"}
-    if not out.is_dir() or {p.name for p in out.iterdir()} - known:
+    if not out.is_dir() or not all(_of_a_demo(p) for p in out.iterdir()):
         raise Problem(f"{out} holds something else than a demo: name another directory with --out")
     shutil.rmtree(out)
+
+
+def _of_a_demo(path: Path) -> bool:
+    """Whether a demo wrote this: its page, or a run that says so itself."""
+    if path.name == "report.html":
+        return True
+    try:
+        return path.name in METHODS and read(path).facts.get("command") == COMMAND
+    except Problem:
+        return False
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

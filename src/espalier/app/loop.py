@@ -62,8 +62,8 @@ class Training:
         self.task.try_out(self.model, accelerator)
         if self.shard["world"] > 1:  # the same weights everywhere, and from here on chances of their own
             set_seed(job.seed, device_specific=True)
-        self.optimizer = make_optimizer(self.recipe, job.of, self.model, self.plan)
-        self.schedule = make_schedule(self.recipe, job.of, self.optimizer, self.plan)
+        self.optimizer = make_optimizer(self.recipe, job.chosen, self.model, self.plan)
+        self.schedule = make_schedule(self.recipe, job.chosen, self.optimizer, self.plan)
         self.looker = Looker(self.task, self.model, self.optimizer, job.seed)
         # the optimizer's state is where it belongs already
         self.net, wrapped = accelerator.prepare(self.model, self.optimizer, device_placement=[True, False])
@@ -185,11 +185,11 @@ class Training:
     def _announce(self) -> None:
         """Say what begins, to the person and in run.json."""
         job, recipe, plan, task = self.job, self.recipe, self.plan, self.task
-        momentum = self.optimizer.param_groups[0].get("momentum")
-        if job.of.momentum is not None and momentum != job.of.momentum:
+        wanted, momentum = job.chosen.momentum, self.optimizer.param_groups[0].get("momentum")
+        if wanted is not None and momentum != wanted:
             self.progress.say(
-                f"The last stage is too short to average as long as momentum {job.of.momentum:g} does and still end in "
-                f"exact zeros: momentum is {momentum:g} in this run."
+                f"The last stage is too short to average as long as momentum {wanted:g} does and still end in exact "
+                f"zeros: momentum is {momentum:g} in this run."
             )
         if self.accelerator.mixed_precision != recipe.mixed_precision:
             self.progress.say(f"mixed_precision {recipe.mixed_precision} needs a GPU: this run is in float32.")
@@ -213,7 +213,7 @@ class Training:
                 total_steps=plan.total,
                 milestones=plan.milestones,
                 momentum=momentum,
-                pick=job.of.pick,
+                pick=job.chosen.pick,
             )
             self.run.forget_after(self.at.step)
             self.board = SummaryWriter(self.run.path / "tensorboard", purge_step=self.at.step + 1)
@@ -234,7 +234,7 @@ def _check_finite(look: dict[str, Any], job: Job) -> None:
     values = {"train_loss": look["train_loss"], **look["weights"], **(look["structured"] or {})}
     for name, value in values.items():
         if not math.isfinite(value):
-            smaller = f"--set methods.{job.method}.lr={job.of.lr / 3:.1g}"
+            smaller = f"--set methods.{job.method}.lr={job.chosen.lr / 3:.1g}"
             raise Problem(
                 f"{name} is {value} at step {look['step']}: training has diverged. Try a smaller lr, {smaller}"
             )

@@ -18,8 +18,8 @@ from espalier import __version__
 from espalier.app.errors import Problem, one_line
 from espalier.app.recipe import Method, Recipe
 
+# that every run.json says
 FACTS = ["recipe", "title", "method", "seed", "status", "metric", "structure", "settings", "data", "data_root"]
-"""What every run.json says."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Job:
         return "hub" if self.hub else None if self.data is None else str(self.data.resolve())
 
     @property
-    def of(self) -> Method:
+    def chosen(self) -> Method:
         """The settings of its method."""
         return self.recipe.methods[self.method]
 
