@@ -1080,6 +1080,7 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from espalier.kernels import device
+from espalier.kernels.geometry import Tile
 pointers = dict(work="*i32", table="*i64", scalars="*fp32", finite="*i32", counters="*i32", early="*i32", later="*i64")
 for method, scalar, concave, axis, run, shared, kind in (
     ("ramda", False, False, 0, 1, True, tl.float32),
@@ -1094,6 +1095,7 @@ for method, scalar, concave, axis, run, shared, kind in (
         METHOD=method, TYPE=kind, ALIGNED=True, UPDATE=True, MAXIMIZE=False, AMSGRAD=False, MASTER=kind != tl.float32,
         AVERAGED=method in ("ramda", "rmda"), SKIP=False, SCALAR=scalar, CONCAVE=concave, ENTRIES=True, AXIS=axis,
         RUN_LENGTH=run, HEIGHT=64, COLUMNS=32, SHARED=shared, SINGLE=True, WIDE=False,
+        FEW=Tile(axis, run, 64, 32, 4).few,
     )
     signature = {**pointers, "max_iters": "i32", **dict.fromkeys(options, "constexpr")}
     source = ASTSource(fn=device.step_groups, signature=signature, constexprs=options)

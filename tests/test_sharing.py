@@ -63,8 +63,14 @@ def in_shared_memory(plan: launch.Plan) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "grouping"),
-    [((130, 40), "input"), ((70, 20, 3), "input"), ((3, 5000), "output"), ((2, 3, 3000), "input")],
-    ids=["rows", "runs", "long rows", "rows of long runs"],
+    [
+        ((130, 40), "input"),
+        ((70, 20, 3), "input"),
+        ((65, 4, 3, 3), "input"),
+        ((3, 5000), "output"),
+        ((2, 3, 3000), "input"),
+    ],
+    ids=["rows", "runs", "runs of nine", "long rows", "rows of long runs"],
 )
 @pytest.mark.parametrize(
     ("name", "penalty", "decades"),

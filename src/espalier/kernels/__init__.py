@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from espalier.kernels.branches import Branches
 from espalier.partition import Partition
 from espalier.penalties import L1, GroupLasso, GroupMCP, SparseGroupLasso
 from espalier.solvers import ClosedForm, Exact, NewtonRaphson
@@ -92,12 +94,18 @@ class Fused:
         self._optimizer = optimizer
         self._plans: dict[tuple[Any, ...], tuple[list[Plan], list[Tensor]]] = {}
         self._recorded: list[Plan] = []
+        self._branches = Branches()
+
+    def side_by_side(self) -> AbstractContextManager[None]:
+        """Within, a CUDA graph has the groups whose programs wait for nobody beside the others."""
+        return self._branches.fork() if capturing() else nullcontext()
 
     def step(self, group: Group, params: Sequence[Tensor], finite: Tensor | None) -> list[Tensor]:
         """Step what the kernels serve; give back the parameters that are left."""
         plans, rest = self._take(group, params)
         for plan in plans:
-            plan.step(finite)
+            with self._branches.branch() if plan.waiting == 0 else nullcontext():
+                plan.step(finite)
         return rest
 
     def deliver(self, group: Group, params: Sequence[Tensor]) -> list[Tensor]:

@@ -37,13 +37,16 @@ from espalier.kernels.exchange import (
     choose,
     conclude,
     get,
+    get_six,
     put,
     put_later,
+    put_six,
     wait,
 )
 from espalier.kernels.methods import (
     address,
     deliver,
+    fetch,
     pose,
     reciprocal,
     soft,
@@ -62,6 +65,11 @@ from espalier.kernels.newton import (
     ratio,
     scalar_factor,
 )
+
+
+@triton.jit
+def add_six(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
 
 
 @triton.jit
@@ -95,7 +103,7 @@ def step_groups(
     AMSGRAD: tl.constexpr, MASTER: tl.constexpr, AVERAGED: tl.constexpr, SKIP: tl.constexpr,
     SCALAR: tl.constexpr, CONCAVE: tl.constexpr, ENTRIES: tl.constexpr,
     AXIS: tl.constexpr, RUN_LENGTH: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
-    SHARED: tl.constexpr, SINGLE: tl.constexpr, WIDE: tl.constexpr,
+    SHARED: tl.constexpr, SINGLE: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """A step on a tile.
 
@@ -124,6 +132,7 @@ def step_groups(
         j = tile * COLUMNS + tl.arange(0, COLUMNS)
         panel = tile // RUN_LENGTH * COLUMNS  # its first group
         place = j // RUN_LENGTH - panel
+        first = tile * COLUMNS // RUN_LENGTH - panel
         inside = j < width
         mask = (i < tl.load(row + ROWS).to(tl.int32)) & inside[None, :]
         if WIDE:
@@ -136,6 +145,7 @@ def step_groups(
             run = run // 4 * 4
         panel = tile * HEIGHT
         place = tl.arange(0, HEIGHT)
+        first = 0
         i = (panel + place)[:, None]
         j = (share * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         inside = panel + place < groups
@@ -182,6 +192,8 @@ def step_groups(
         precise = precise & (parts <= MOST_PARTS)  # more of them, and the first turn's rounding shows
 
     x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
+    if AXIS == 0 and SHARED and AVERAGED:
+        fetch(row, i, tl.load(row + ROWS), tile * COLUMNS, width, COLUMNS)
     if ENTRIES:
         x = soft(x, tl.load(scalar + ENTRY_KAPPA) * inverse)
     z = x
@@ -195,10 +207,10 @@ def step_groups(
                 q = ratio(x, reciprocal(own(r, place, AXIS, RUN_LENGTH)))
                 m0 = tl.sum(q * q, AXIS)
                 if SHARED:
-                    put(early, 0, m0, place, inside, units, WIDTH)
+                    put(early, m0, place, inside, units, first, FEW, WIDTH)
                     arrive(counter)
                     wait(counter, tiles)
-                    m0 = get(early, 0, units, WIDTH)
+                    m0 = get(early, units, WIDTH)
                 r, close = next_norm(r, m0)
                 close = close & precise
             else:
@@ -206,32 +218,16 @@ def step_groups(
                 q = ratio(x, inverse)
                 q = q * q
                 y = own(scale, place, AXIS, RUN_LENGTH) * inverse
-                m0 = tl.sum(q, AXIS)
-                q = q * y
-                m1 = tl.sum(q, AXIS)
-                q = q * y
-                m2 = tl.sum(q, AXIS)
-                q = q * y
-                m3 = tl.sum(q, AXIS)
-                q = q * y
-                m4 = tl.sum(q, AXIS)
-                q = q * y
-                m5 = tl.sum(q, AXIS)
+                q1 = q * y
+                q2 = q1 * y
+                q3 = q2 * y
+                q4 = q3 * y
+                m0, m1, m2, m3, m4, m5 = tl.reduce((q, q1, q2, q3, q4, q4 * y), AXIS, add_six)
                 if SHARED:
-                    put(early, 0, m0, place, inside, units, WIDTH)
-                    put(early, 1, m1, place, inside, units, WIDTH)
-                    put(early, 2, m2, place, inside, units, WIDTH)
-                    put(early, 3, m3, place, inside, units, WIDTH)
-                    put(early, 4, m4, place, inside, units, WIDTH)
-                    put(early, 5, m5, place, inside, units, WIDTH)
+                    put_six(early, m0, m1, m2, m3, m4, m5, place, inside, units, first, FEW, WIDTH)
                     arrive(counter)
                     wait(counter, tiles)
-                    m0 = get(early, 0, units, WIDTH)
-                    m1 = get(early, 1, units, WIDTH)
-                    m2 = get(early, 2, units, WIDTH)
-                    m3 = get(early, 3, units, WIDTH)
-                    m4 = get(early, 4, units, WIDTH)
-                    m5 = get(early, 5, units, WIDTH)
+                    m0, m1, m2, m3, m4, m5 = get_six(early, units, FEW, WIDTH)
                 r, close = by_series(r, scale, m0, m1, m2, m3, m4, m5, precise, SHARED)
                 scale = next_scale(scale, m0, m1, r)
             moving = tl.max(tl.where(close, 0, tl.where(exists, 1, 0)), 0)

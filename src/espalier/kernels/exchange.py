@@ -22,16 +22,100 @@ from espalier.kernels.newton import (
 
 
 @triton.jit
-def put(sums, j: tl.constexpr, v, place, inside, units, WIDTH: tl.constexpr):
-    """This program's part of a sum of the first turn."""
-    part = (tl.minimum(v, LARGEST_PART) * units + 0.5).to(tl.int32)
-    tl.atomic_add(sums + j * WIDTH + place, part, mask=inside, sem="relaxed")
+def counted(v, units):
+    """A sum's part in whole units, so that the order in which parts come together does not matter."""
+    return (tl.minimum(v, LARGEST_PART) * units + 0.5).to(tl.int32)
 
 
 @triton.jit
-def get(sums, j: tl.constexpr, units, WIDTH: tl.constexpr):
-    """A sum of the first turn."""
-    return tl.load(sums + j * WIDTH + tl.arange(0, WIDTH), cache_modifier=".cg").to(tl.float32) / units
+def put(sums, v, place, inside, units, first, FEW: tl.constexpr, WIDTH: tl.constexpr):
+    """This program's part of the first turn's only sum.
+
+    Neighbouring columns of one group are added up before: their groups are FEW at most, from `first` on (FEW = 0: each
+    column or row is a group of its own, or nearly so).
+    """
+    part = counted(v, units)
+    if FEW > 0:
+        own, place, inside = _few(place, inside, first, FEW, WIDTH)
+        part = tl.sum(tl.where(own, part[:, None], 0), 0)
+    tl.atomic_add(sums + place, part, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def get(sums, units, WIDTH: tl.constexpr):
+    """The first turn's only sum."""
+    return tl.load(sums + tl.arange(0, WIDTH), cache_modifier=".cg").to(tl.float32) / units
+
+
+@triton.jit
+def put_six(
+    sums, m0, m1, m2, m3, m4, m5, place, inside, units, first, FEW: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """This program's part of the first turn's six sums; two are one number where columns are added up before."""
+    if FEW > 0:
+        own, place, inside = _few(place, inside, first, FEW, WIDTH)
+        p0, p1, p2 = tl.reduce(
+            (
+                tl.where(own, _both(m0, m1, units)[:, None], 0),
+                tl.where(own, _both(m2, m3, units)[:, None], 0),
+                tl.where(own, _both(m4, m5, units)[:, None], 0),
+            ),
+            0,
+            _add_three,
+        )
+        at = sums.to(tl.pointer_type(tl.int64), bitcast=True) + place
+        tl.atomic_add(at, p0, mask=inside, sem="relaxed")
+        tl.atomic_add(at + WIDTH, p1, mask=inside, sem="relaxed")
+        tl.atomic_add(at + 2 * WIDTH, p2, mask=inside, sem="relaxed")
+    else:
+        at = sums + place
+        tl.atomic_add(at, counted(m0, units), mask=inside, sem="relaxed")
+        tl.atomic_add(at + WIDTH, counted(m1, units), mask=inside, sem="relaxed")
+        tl.atomic_add(at + 2 * WIDTH, counted(m2, units), mask=inside, sem="relaxed")
+        tl.atomic_add(at + 3 * WIDTH, counted(m3, units), mask=inside, sem="relaxed")
+        tl.atomic_add(at + 4 * WIDTH, counted(m4, units), mask=inside, sem="relaxed")
+        tl.atomic_add(at + 5 * WIDTH, counted(m5, units), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def get_six(sums, units, FEW: tl.constexpr, WIDTH: tl.constexpr):
+    """The first turn's six sums."""
+    if FEW > 0:
+        at = sums.to(tl.pointer_type(tl.int64), bitcast=True)
+        m0, m1 = _apart(at, units, WIDTH)
+        m2, m3 = _apart(at + WIDTH, units, WIDTH)
+        m4, m5 = _apart(at + 2 * WIDTH, units, WIDTH)
+    else:
+        m0 = get(sums, units, WIDTH)
+        m1 = get(sums + WIDTH, units, WIDTH)
+        m2 = get(sums + 2 * WIDTH, units, WIDTH)
+        m3 = get(sums + 3 * WIDTH, units, WIDTH)
+        m4 = get(sums + 4 * WIDTH, units, WIDTH)
+        m5 = get(sums + 5 * WIDTH, units, WIDTH)
+    return m0, m1, m2, m3, m4, m5
+
+
+@triton.jit
+def _few(place, inside, first, FEW: tl.constexpr, WIDTH: tl.constexpr):
+    """Which columns belong to which of the few groups; these, and whether they are in the panel."""
+    groups = first + tl.arange(0, FEW)
+    return (place[:, None] == groups[None, :]) & inside[:, None], groups, groups < WIDTH
+
+
+@triton.jit
+def _both(v, w, units):
+    return counted(v, units).to(tl.int64) + (counted(w, units).to(tl.int64) << 32)
+
+
+@triton.jit
+def _apart(at, units, WIDTH: tl.constexpr):
+    both = tl.load(at + tl.arange(0, WIDTH), cache_modifier=".cg")
+    return (both & 0xFFFFFFFF).to(tl.float32) / units, (both >> 32).to(tl.float32) / units
+
+
+@triton.jit
+def _add_three(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit

@@ -17,7 +17,7 @@ ROWS_TILE = (64, 32, 4, 96)
 _LONG_RUN = 64
 # Programs of a panel that a processor may have to run at a time: it has room for five, of which another stream's step
 # may take some.
-_RESIDENT = 2
+RESIDENT = 2
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,12 @@ class Tile:
         """How many groups a panel has."""
         return self.columns if self.axis == 0 else self.height
 
+    @property
+    def few(self) -> int:
+        """How many groups a tile's columns belong to at most, where that is far less than there are columns; else 0."""
+        most = power_of_two((self.columns - 2) // self.run + 2)
+        return most if self.axis == 0 and 2 * most <= self.columns else 0
+
     def across(self, at: Geometry) -> int:
         """How many tiles lie side by side, over all panels."""
         return math.ceil(at.groups * self.run / self.width)
@@ -112,7 +118,7 @@ def tile_of(at: Geometry, processors: int | None) -> Tile | None:
         tile = Tile(0, at.run, height, columns, warps, registers)
     alone = tile.shares(at) * tile.run == 1
     # all programs of a panel must be able to run at a time, for they wait for each other
-    if processors and tile.shares(at) * tile.run > _RESIDENT * processors:
+    if processors and tile.shares(at) * tile.run > RESIDENT * processors:
         return None
     return replace(tile, shared=not alone)
 

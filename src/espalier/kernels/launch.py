@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from espalier.kernels import capturing, columns, device, first_radius, methods
-from espalier.kernels.geometry import Geometry, geometry, tile_of
+from espalier.kernels.branches import Branches
+from espalier.kernels.geometry import RESIDENT, Geometry, geometry, tile_of
 from espalier.kernels.work import BLOCK, BLOCK_WARPS, Bucket, Slab, programs
 from espalier.penalties import L1, GroupMCP, SparseGroupLasso
 from espalier.penalties.base import group_weight
@@ -61,6 +62,7 @@ class Launch:
 
     bucket: Bucket
     programs: int
+    sharers: int  # programs that wait for each other, at most
     work: Tensor
     counters: Tensor
     early: Tensor
@@ -103,6 +105,10 @@ class Plan:
         self._views, self._alignments = list(there.values()), _alignments(there.values())
         self._counters, self._launches = self._schedule(buckets)
         self._counted = len(self._counters)
+        self._branches = Branches()
+        # programs that wait for each other and hold their places meanwhile: of several launches at a time each could
+        # hold those that another lacks, for ever, unless there is room for the largest panels of all
+        self.waiting = sum(launch.sharers for launch in self._launches)
 
     @property
     def recorded(self) -> bool:
@@ -193,6 +199,7 @@ class Plan:
             Launch(
                 bucket,
                 len(work),
+                max(bucket.tile.shares(s.geometry) * bucket.tile.run for s in buckets[bucket]) if bucket.tile else 0,
                 _upload(work, self._device),
                 counters=views[2 * i],
                 early=views[2 * i + 1],
@@ -241,8 +248,9 @@ class Plan:
         grads = [g for p in self._params if (g := p.grad) is not None]
         if [g.stride() for g in grads] != self._strides or [g.dtype for g in grads] != self._types:
             grads = [_in_order(g, p) for g, p in zip(grads, self._params, strict=True)]
-        self._point_at(grads, capturing())
-        self._run(finite, update=True)
+        captured = capturing()
+        self._point_at(grads, captured)
+        self._run(finite, update=True, captured=captured)
 
     def deliver(self) -> None:
         """The structured point into the parameters."""
@@ -255,8 +263,8 @@ class Plan:
         for r, before in zip(radii, saved, strict=True):
             r.copy_(before)
 
-    def _run(self, finite: Tensor | None, update: bool) -> None:
-        optimizer, group, skip = self._optimizer, self._group, finite is not None
+    def _run(self, finite: Tensor | None, update: bool, captured: bool = False) -> None:
+        skip = finite is not None
         given, alignments = self._set_options()
         finite = self._counters if finite is None else finite.to(self._device, torch.int32)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
@@ -268,13 +276,19 @@ class Plan:
                 (update, skip, False, alignments),
                 None,
             )
-            for launch in self._launches:
-                arguments: list[Any] = [launch.work, self._table, self._scalars, finite]
-                if launch.bucket.tile:
-                    arguments += [launch.counters, launch.early, launch.later]
-                    arguments.append(getattr(optimizer._solver(group), "max_iters", 100))
-                kernel = device.step_groups if launch.bucket.tile else device.step_entries
-                self._launch(kernel, launch.programs, arguments, (update, skip, self._aligned), launch.bucket)
+            beside = captured and self.waiting <= RESIDENT * (processors(self._device) or 0)
+            with self._branches.fork() if beside else nullcontext():
+                for launch in self._launches:
+                    with self._branches.branch():
+                        self._step(launch, finite, update, skip)
+
+    def _step(self, launch: Launch, finite: Tensor, update: bool, skip: bool) -> None:
+        arguments: list[Any] = [launch.work, self._table, self._scalars, finite]
+        if launch.bucket.tile:
+            arguments += [launch.counters, launch.early, launch.later]
+            arguments.append(getattr(self._optimizer._solver(self._group), "max_iters", 100))
+        kernel = device.step_groups if launch.bucket.tile else device.step_entries
+        self._launch(kernel, launch.programs, arguments, (update, skip, self._aligned), launch.bucket)
 
     def _launch(
         self, kernel: Any, programs: int, arguments: Sequence[Any], kind: tuple[Any, ...], bucket: Bucket | None
@@ -317,6 +331,7 @@ class Plan:
             "COLUMNS": tile.columns,
             "SHARED": tile.shared,
             "SINGLE": tile.single,
+            "FEW": tile.few,
             "WIDE": bucket.wide,
         }
         return constants, {"num_warps": tile.warps, "maxnreg": tile.registers}

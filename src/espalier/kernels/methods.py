@@ -167,6 +167,18 @@ def pose(
 
 
 @triton.jit
+def fetch(row, i, rows, first, width, COLUMNS: tl.constexpr):
+    """Have the cache fetch the weights of a tile's rows i: a program needs them after it has waited for others."""
+    if not INTERPRETED:
+        j = first + 8 * tl.arange(0, COLUMNS // 8)[None, :]  # 32 bytes at a time
+        off = tl.where((i < rows) & (j < width), i * width + j, 0)
+        at = (address(row, WEIGHT, tl.float32, False) + off).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def reciprocal(x):
     """1/x in one instruction, to its last bit or two."""
     if INTERPRETED:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, ClassVar, TypeAlias, cast, overload
 
@@ -200,20 +200,24 @@ class StructuredOptimizer(Optimizer, ABC):
         finite = all_finite(self._parameters()) if self.defaults["skip_nonfinite"] else True
         if finite is False:
             return loss
-        for j, group in enumerate(self.param_groups):
-            left = [p for p in group["params"] if p.grad is not None and p.numel()]
-            for p in left:
-                if not self.state[p]:
-                    self._new_state(group, p)
-            if fused := self._kernels(group):
-                left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
-            if group["penalty"] and self._solver(group).batches and self._diagnostics is None:
-                update_together(self, group, left, finite)
-            else:
-                names = dict(named(group, j)) if left else {}
-                for p in left:
-                    self._update(group, p, names[p], finite)
+        with self._fused.side_by_side() if self._fused else nullcontext():
+            for j, group in enumerate(self.param_groups):
+                self._step_group(group, j, finite)
         return loss
+
+    def _step_group(self, group: Group, number: int, finite: Tensor | bool) -> None:
+        left = [p for p in group["params"] if p.grad is not None and p.numel()]
+        for p in left:
+            if not self.state[p]:
+                self._new_state(group, p)
+        if fused := self._kernels(group):
+            left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
+        if group["penalty"] and self._solver(group).batches and self._diagnostics is None:
+            update_together(self, group, left, finite)
+        else:
+            names = dict(named(group, number)) if left else {}
+            for p in left:
+                self._update(group, p, names[p], finite)
 
     def _kernels(self, group: Group) -> Fused | None:
         """The kernels, where they may take parameters of this group."""
