@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -17,11 +18,13 @@ from espalier.app.checkpoint import Position
 from espalier.app.data import Order, open_data
 from espalier.app.deliver import deliver
 from espalier.app.errors import Problem, Stopped
+from espalier.app.graph import Replay
 from espalier.app.look import Looker
 from espalier.app.machine import Signals, clock, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule
 from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
+from espalier.app.recipe import Solver
 from espalier.app.run import Job, Run, begin, environment
 from espalier.app.tasks import open_task
 
@@ -62,7 +65,8 @@ class Training:
         self.task.try_out(self.model, accelerator)
         if self.shard["world"] > 1:  # the same weights everywhere, and from here on chances of their own
             set_seed(job.seed, device_specific=True)
-        self.optimizer = make_optimizer(self.recipe, job.chosen, self.model, self.plan)
+        replays = self._replays()
+        self.optimizer = make_optimizer(self.recipe, job.chosen, self.model, self.plan, capturable=replays)
         self.schedule = make_schedule(self.recipe, job.chosen, self.optimizer, self.plan)
         self.looker = Looker(self.task, self.model, self.optimizer, job.seed)
         # the optimizer's state is where it belongs already
@@ -83,6 +87,7 @@ class Training:
             self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
         self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
         self.batches = self._stream()
+        self.replay = Replay(lambda batch: self._step([batch])) if replays else None
         self.board: SummaryWriter | None = None
 
     def go(self) -> Run:
@@ -111,22 +116,33 @@ class Training:
 
     def step(self) -> torch.Tensor:
         """One step of the optimizer, on all parts of a batch; the loss of the last."""
+        parts = islice(self.batches, self.recipe.accumulate)
+        loss = self._step(parts) if self.replay is None else self.replay(next(parts))
+        self.at.batches += self.recipe.accumulate
+        self.at.step += 1
+        return loss
+
+    def _step(self, parts: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         accelerator, at = self.accelerator, self.at
-        for batch in self.batches:
+        for batch in parts:
             with accelerator.accumulate(self.net):
                 with accelerator.autocast():
                     loss, at.carry = self.task.loss(self.net, batch, at.carry)
                 accelerator.backward(loss)
-            self.loss += loss.detach()
-            at.batches += 1
-            if accelerator.sync_gradients:
-                break
+            loss = loss.detach()
+            self.loss += loss
         if self.recipe.clip is not None:
             accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.stepper.step()
         self.stepper.zero_grad()
-        at.step += 1
         return loss
+
+    def _replays(self) -> bool:
+        """Whether steps can be recorded as a CUDA graph and replayed."""
+        recipe, accelerator = self.recipe, self.accelerator
+        alone = accelerator.num_processes == recipe.accumulate == 1 and accelerator.scaler is None
+        alike = self.task.alike and recipe.penalty != "nuclear-norm" and self.job.chosen.solver == Solver()
+        return recipe.cuda_graph and self.device.type == "cuda" and alone and alike
 
     def _stream(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """Batches without end, from where the run is."""

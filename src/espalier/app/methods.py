@@ -41,8 +41,8 @@ class Schedule(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
-def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan) -> Optimizer:
-    """The optimizer, its penalty on the model's weights."""
+def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan, capturable: bool = False) -> Optimizer:
+    """The optimizer, its penalty on the model's weights; if capturable, its step may be part of a CUDA graph."""
     kind = OPTIMIZERS[method.optimizer]
     options: dict[str, Any] = {"lr": method.lr}
     if method.momentum is not None:
@@ -53,9 +53,8 @@ def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan)
     if method.optimizer not in WITHOUT_DECAY:
         options["weight_decay"] = method.weight_decay  # even 0: AdamW's own default is another
     if not issubclass(kind, StructuredOptimizer):
-        if any(p.is_cuda for p in model.parameters()):
-            options["fused"] = True
-        return kind(model.parameters(), **options)
+        return _torchs_own(kind, list(model.parameters()), options, capturable)
+    options["capturable"] = capturable
     if method.solver != Solver():
         options["solver"] = _solver(method.solver)
     try:
@@ -64,6 +63,25 @@ def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan)
         return kind(groups, **options)
     except (TypeError, ValueError) as error:
         raise Problem(f"{method.optimizer} can't take these settings: {one_line(error)}") from error
+
+
+def _torchs_own(
+    kind: type[Optimizer], params: list[nn.Parameter], options: dict[str, Any], capturable: bool
+) -> Optimizer:
+    own: dict[str, Any] = {"fused": any(p.is_cuda for p in params)}
+    if kind is not torch.optim.SGD:
+        own["capturable"] = capturable
+    optimizer = kind(params, **options, **own)
+
+    def as_here(optimizer: Optimizer) -> None:
+        """How this machine steps is not for a checkpoint to say; a graph reads the learning rate from the device."""
+        for group in optimizer.param_groups:
+            lr = float(group["lr"])
+            group.update(own, lr=torch.tensor(lr, device=params[0].device) if capturable else lr)
+
+    as_here(optimizer)
+    optimizer.register_load_state_dict_post_hook(as_here)
+    return optimizer
 
 
 def _solver(settings: Solver) -> str | espalier.Solver:

@@ -161,6 +161,7 @@ class Recipe(Strict):
     evaluate_every: PositiveInt = 1
     recalibrate: PositiveInt = 20  # batches that batch norm's statistics of the structured point are taken from
     save_minutes: Weight = 2.0  # between two checkpoints
+    cuda_graph: bool = True  # replay steps on a GPU, where they are all alike
 
     @model_validator(mode="before")
     @classmethod

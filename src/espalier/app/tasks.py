@@ -46,6 +46,7 @@ class Task(ABC):
     metric: ClassVar[str] = "loss"
     better: ClassVar[str] = "min"
     shown: ClassVar[int] = 2  # examples that the model is traced and timed with
+    alike: ClassVar[bool] = False  # each batch is the same work, and none waits for the device
 
     def __init__(self, recipe: Recipe, data: Data, device: torch.device, rank: int = 0, world: int = 1) -> None:
         self.recipe, self.data, self.device = recipe, data, device
@@ -131,6 +132,7 @@ class Classification(Task):
     metric = "accuracy"
     better = "max"
     shown = 16
+    alike = True
 
     def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
         images, labels = batch

@@ -53,6 +53,8 @@ class Scale:
         return cls(factor.view(-1, 1, 1).to(device), shift.view(-1, 1, 1).to(device))
 
     def __call__(self, images: Tensor) -> Tensor:
+        if images.is_cuda:  # its convolutions want a pixel's channels side by side, and would otherwise copy all
+            images = images.contiguous(memory_format=torch.channels_last)
         return images.float() * self.factor + self.shift
 
 

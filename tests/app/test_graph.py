@@ -1,0 +1,164 @@
+"""A replayed step is the step: the same run with and without CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGTERM, raise_signal
+
+import pytest
+import safetensors.torch
+import small
+import torch
+from torch import Tensor
+
+from espalier.app import graph
+from espalier.app.errors import Stopped
+from espalier.app.loop import Training, train
+from espalier.app.machine import make_accelerator
+from espalier.app.progress import Silent
+from espalier.app.run import Job, Run, begin
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Two runs of one network otherwise differ by rounding, which training makes more of."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class FakeGraph:
+    """Does again on a CPU what was done while it was recorded, which by itself had no effect."""
+
+    recording: FakeGraph | None = None
+    replays = 0
+
+    def replay(self) -> None:
+        type(self).replays += 1
+        self.work()  # type: ignore[attr-defined]
+
+    @classmethod
+    @contextmanager
+    def recorded(cls, made: FakeGraph) -> Iterator[None]:
+        cls.recording = made
+        yield
+        cls.recording = None
+
+
+def test_full_batches_are_replayed_after_a_warm_up_and_others_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", FakeGraph.recorded)
+    monkeypatch.setattr(FakeGraph, "replays", 0)
+    done: list[float] = []
+
+    def step(batch: tuple[Tensor, ...]) -> Tensor:
+        loss = torch.zeros(())
+
+        def work() -> None:
+            done.append(float(batch[0].sum()))
+            loss.copy_(batch[0].sum())
+
+        if FakeGraph.recording is None:
+            work()
+        else:
+            FakeGraph.recording.work = work  # type: ignore[attr-defined]
+        return loss
+
+    replay = graph.Replay(step)
+    sizes = [2, 4, 4, 4, 4, 2, 4, 3, 4]  # each epoch's last batch is smaller
+    losses = [float(replay((torch.full((size,), float(i)),))) for i, size in enumerate(sizes)]
+    assert done == losses == [float(i * size) for i, size in enumerate(sizes)]
+    assert FakeGraph.replays == 4  # the first batch was odd, three were to warm up, two more are smaller
+
+
+def on_gpu(where: Path, *, method: str, changes: tuple[str, ...] = (), out: str) -> Job:
+    """Tiny VGG19 on 64 images; a batch of 24 leaves 16 for each epoch's last."""
+    changes = ("batch=24", "length=40", "milestones=[12,24]", *changes)
+    return replace(small.job("vgg19-cifar10", where, method=method, changes=changes, out=out), device="cuda")
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.gpu
+@needs_a_gpu
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("method", ["ramda", "rmda", "proxsgd", "proxgen", "proxssi", "dense", "adamw"])
+def test_a_run_of_replays_ends_like_one_of_steps(method: str, precision: str, tmp_path: Path) -> None:
+    """Through stages, smaller batches and looks at the structured point."""
+    # learning rates that float32 has exactly, for a graph's are such
+    adamw = "methods.adamw={optimizer: adamw, lr: 0.0009765625}"
+    changes = (adamw, "methods.dense.lr=0.125", "gamma=0.5", f"mixed_precision={precision}")
+    ends = []
+    for graphs in (True, False):
+        job = on_gpu(tmp_path, method=method, changes=(*changes, f"cuda_graph={graphs}"), out=str(graphs))
+        run = train(job, Silent())
+        ends.append((safetensors.torch.load_file(run.model), run.looks()[-1]))
+    (replayed, last), (stepped, also_last) = ends
+    assert last["train_loss"] == pytest.approx(also_last["train_loss"], rel=1e-3)
+    for name, value in replayed.items():
+        assert torch.allclose(value.float(), stepped[name].float(), rtol=1e-2, atol=1e-3), name
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.gpu
+@needs_a_gpu
+@pytest.mark.parametrize("method", ["ramda", "dense", "adamw"])
+def test_a_run_of_replays_stops_and_goes_on(method: str, tmp_path: Path) -> None:
+    class StopAt20(Silent):
+        def step(self, step: int, loss: Tensor) -> None:
+            if step == 20:
+                raise_signal(SIGTERM)
+
+    changes = ("methods.adamw={optimizer: adamw, lr: 1e-3, schedule: cosine}",)
+    whole = train(on_gpu(tmp_path, method=method, changes=changes, out="whole"), Silent())
+    cut = on_gpu(tmp_path, method=method, changes=changes, out="cut")
+    with pytest.raises(Stopped):
+        train(cut, StopAt20())
+    resumed = train(cut, Silent(), resume=True)
+    a, b = whole.looks()[-1], resumed.looks()[-1]
+    assert a["step"] == b["step"] == 40
+    assert a["lr"] == pytest.approx(b["lr"])
+    assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-2)
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+def test_what_can_be_replayed_is(tmp_path: Path) -> None:
+    def replays(method: str, *changes: str) -> bool:
+        job = on_gpu(tmp_path, method=method, changes=changes, out="-".join((method, *changes)))
+        return Training(job, begin(job, resume=False), make_accelerator(job), Silent()).replay is not None
+
+    assert replays("ramda")
+    assert replays("dense")
+    assert replays("proxssi")
+    assert not replays("ramda", "cuda_graph=false")
+    assert not replays("ramda", "accumulate=2")
+    assert not replays("ramda", "mixed_precision=fp16")
+    assert not replays("ramda", "methods.ramda.solver.name=pg")
+
+
+def test_a_cpu_steps_plainly(tmp_path: Path) -> None:
+    job = small.job("vgg19-cifar10", tmp_path)
+    training = Training(job, Run(tmp_path), make_accelerator(job), Silent())
+    assert training.replay is None
+    assert isinstance(training.optimizer.param_groups[0]["lr"], float)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_gpus_checkpoint_goes_on_on_a_cpu(optimizer: str, tmp_path: Path) -> None:
+    """There the learning rate is a tensor, and the step fused and capturable."""
+    job = small.job("digits", tmp_path, method="dense", changes=(f"methods.dense={{optimizer: {optimizer}, lr: 0.5}}",))
+    training = Training(job, Run(tmp_path), make_accelerator(job), Silent())
+    saved = training.optimizer.state_dict()
+    saved["param_groups"][0].update(lr=torch.tensor(0.25), fused=True, capturable=True)
+    training.optimizer.load_state_dict(saved)
+    (group,) = training.optimizer.param_groups
+    assert group["lr"] == 0.25
+    assert isinstance(group["lr"], float)
+    assert not group["fused"]
+    assert optimizer == "sgd" or not group["capturable"]
+    training.step()
