@@ -150,6 +150,7 @@ def problems(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "a solver of another penalty": ([*TRAIN, "--set=methods.ramda.solver={name: dr}"], r"ramda can't take these"),
         "a solver of none": ([*TRAIN, "--set=methods.dense.solver={name: pg}"], r"adamw has no subproblem"),
         "no run": (["shrink", "nothing"], r"nothing is no run"),
+        "no such GPU": (["shrink", "nothing", "--device=cuda:77"], r"cuda:77: \d GPUs are visible"),
         "no run to report on": (["report", "nothing"], r"nothing"),
         "no run to export": (["export", "nothing"], r"nothing is no run"),
         "a directory of other things": ([*TRAIN, f"--out={data}"], r"holds no run: name another --out"),

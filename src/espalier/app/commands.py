@@ -150,14 +150,16 @@ def shrink(
     data: DataDir = None,
     gather: Annotated[Gather, typer.Option(help="Whether layers may select some of their inputs.")] = "auto",
     align: Annotated[int, typer.Option(min=1, help="Keep numbers of channels at multiples of this.")] = 1,
+    device: Annotated[str, typer.Option(help="Where it is checked and timed: auto, cpu, cuda or cuda:1.")] = "cpu",
 ) -> None:
     """Take what is zero out of a run's model, check that the rest computes the same, and save it in RUN/shrunk."""
     from espalier.app.deliver import shrink_run
+    from espalier.app.machine import find_device
     from espalier.app.report import write_report
 
     root, hub = where_data_are(data)
     with console.status("Shrinking and checking ..."):
-        shrunk = shrink_run(run, data=root, hub=hub, gather=gather, align=align)
+        shrunk = shrink_run(run, data=root, hub=hub, gather=gather, align=align, device=find_device(device))
     console.print(str(shrunk.report), soft_wrap=True)
     console.print(f"Saved in {run / 'shrunk'}\nReport: {write_report([run], run / 'report.html')}", soft_wrap=True)
 

@@ -20,6 +20,8 @@ from espalier.app.recipe import Recipe
 from espalier.app.run import Run, read, replacing
 from espalier.app.tasks import Task, build, open_task
 
+CPU = torch.device("cpu")
+
 
 def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
     """Write the model as it stands at the structured point, its structure, and what it takes to use it."""
@@ -47,12 +49,13 @@ def _once(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Delivered:
-    """A finished run, its model as delivered and inputs to call that with, on the CPU and in eval mode."""
+    """A finished run, its model as delivered and inputs to call that with, on one device and in eval mode."""
 
     run: Run
     recipe: Recipe
     model: nn.Module
     examples: tuple[Any, ...]
+    device: torch.device
 
     def build(self) -> nn.Module:
         """The model's code, with fresh weights."""
@@ -60,16 +63,18 @@ class Delivered:
 
     def task(self, data: Path | None, hub: bool = False) -> Task:
         """The run's task on its data, to evaluate with."""
-        wanted, device = self.recipe.data, torch.device("cpu")
-        opened = open_data(wanted.name, data, device=device, hub=hub, holdout=wanted.holdout, options=wanted.options)
-        return open_task(self.recipe, opened, device)
+        wanted = self.recipe.data
+        opened = open_data(
+            wanted.name, data, device=self.device, hub=hub, holdout=wanted.holdout, options=wanted.options
+        )
+        return open_task(self.recipe, opened, self.device)
 
     @property
     def shrunk(self) -> Path:
         return self.run.path / "shrunk"
 
 
-def open_delivered(path: Path) -> Delivered:
+def open_delivered(path: Path, device: torch.device = CPU) -> Delivered:
     """The delivered model of a run's directory."""
     run = read(path)
     if not run.model.exists():
@@ -82,7 +87,8 @@ def open_delivered(path: Path) -> Delivered:
         examples = torch.load(path / "examples.pt", weights_only=True)
     except Exception as error:
         raise Problem(f"can't read the model of {path}: {one_line(error)}") from error
-    return Delivered(run, recipe, model.eval(), tuple(examples))
+    inputs = tuple(None if x is None else x.to(device) for x in examples)
+    return Delivered(run, recipe, model.eval().to(device), inputs, device)
 
 
 def shrink_run(
@@ -92,12 +98,14 @@ def shrink_run(
     hub: bool = False,
     gather: Literal["auto", "always", "never"] = "auto",
     align: int = 1,
+    device: torch.device = CPU,
 ) -> espalier.Shrunk:
     """Shrink a run's model, save it beside, and write the table of dense, structured and shrunk.
 
-    Where the data are at hand both models are evaluated on them; elsewhere the table has what training saw.
+    Where the data are at hand both models are evaluated on them; elsewhere the table has what training saw. All of it
+    happens on the device, latency included.
     """
-    found = open_delivered(path)
+    found = open_delivered(path, device)
     try:
         shrunk = espalier.shrink(found.model, found.examples, gather=gather, align=align)
     except espalier.ShrinkError as error:
@@ -120,7 +128,7 @@ def shrink_run(
         structure = last.get("structure") if name == "structured" else None
         rows.append(_row(name, quality, structure, sizes.parameters, sizes.bytes, sizes.ms))
     difference = shrunk.report.difference and shrunk.report.difference.largest
-    found.run.write_json("shrunk.json", {"rows": rows, "difference": difference, "device": "cpu"})
+    found.run.write_json("shrunk.json", {"rows": rows, "difference": difference, "device": device.type})
     return shrunk
 
 

@@ -1,7 +1,8 @@
-"""A replayed step is the step: the same run with and without CUDA graphs."""
+"""The app on a GPU: above all, a run of replayed steps is the run of steps."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from espalier.app import graph
+from espalier.app.deliver import shrink_run
 from espalier.app.errors import Stopped
 from espalier.app.loop import Training, train
 from espalier.app.machine import make_accelerator
@@ -162,3 +164,12 @@ def test_a_gpus_checkpoint_goes_on_on_a_cpu(optimizer: str, tmp_path: Path) -> N
     assert not group["fused"]
     assert optimizer == "sgd" or not group["capturable"]
     training.step()
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+def test_a_model_is_shrunk_and_timed_on_a_gpu(tmp_path: Path) -> None:
+    run = train(on_gpu(tmp_path, method="ramda", changes=("methods.ramda.lam=0.02",), out="run"), Silent())
+    shrunk = shrink_run(run.path, device=torch.device("cuda"))
+    assert all(p.is_cuda for p in shrunk.model.parameters())
+    assert json.loads((run.path / "shrunk.json").read_text())["device"] == "cuda"
