@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.app import graph
 from espalier.app.deliver import shrink_run
-from espalier.app.errors import Stopped
+from espalier.app.errors import Problem, Stopped
 from espalier.app.loop import Training, train
 from espalier.app.machine import make_accelerator
 from espalier.app.progress import Silent
@@ -46,15 +46,18 @@ class FakeGraph:
 
     @classmethod
     @contextmanager
-    def recorded(cls, made: FakeGraph) -> Iterator[None]:
+    def recorded(cls, made: FakeGraph, **_: object) -> Iterator[None]:
         cls.recording = made
-        yield
-        cls.recording = None
+        try:
+            yield
+        finally:
+            cls.recording = None
 
 
 def test_full_batches_are_replayed_after_a_warm_up_and_others_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", FakeGraph.recorded)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(FakeGraph, "replays", 0)
     done: list[float] = []
 
@@ -75,7 +78,7 @@ def test_full_batches_are_replayed_after_a_warm_up_and_others_stepped(monkeypatc
     sizes = [2, 4, 4, 4, 4, 2, 4, 3, 4]  # each epoch's last batch is smaller
     losses = [float(replay((torch.full((size,), float(i)),))) for i, size in enumerate(sizes)]
     assert done == losses == [float(i * size) for i, size in enumerate(sizes)]
-    assert FakeGraph.replays == 4  # the first batch was odd, three were to warm up, two more are smaller
+    assert FakeGraph.replays == 4  # of the nine three were to warm up, and two more are smaller
 
 
 def on_gpu(where: Path, *, method: str, changes: tuple[str, ...] = (), out: str) -> Job:
@@ -132,7 +135,10 @@ def test_a_run_of_replays_stops_and_goes_on(method: str, tmp_path: Path) -> None
 def test_what_can_be_replayed_is(tmp_path: Path) -> None:
     def replays(method: str, *changes: str) -> bool:
         job = on_gpu(tmp_path, method=method, changes=changes, out="-".join((method, *changes)))
-        return Training(job, begin(job, resume=False), make_accelerator(job), Silent()).replay is not None
+        training = Training(job, begin(job, resume=False), make_accelerator(job), Silent())
+        for _ in range(8):
+            training.step()
+        return training.replay is not None and training.replay.graph is not None
 
     assert replays("ramda")
     assert replays("dense")
@@ -155,6 +161,7 @@ def test_a_gpus_checkpoint_goes_on_on_a_cpu(optimizer: str, tmp_path: Path) -> N
     """There the learning rate is a tensor, and the step fused and capturable."""
     job = small.job("digits", tmp_path, method="dense", changes=(f"methods.dense={{optimizer: {optimizer}, lr: 0.5}}",))
     training = Training(job, Run(tmp_path), make_accelerator(job), Silent())
+    training.step()
     saved = training.optimizer.state_dict()
     saved["param_groups"][0].update(lr=torch.tensor(0.25), fused=True, capturable=True)
     training.optimizer.load_state_dict(saved)
@@ -164,6 +171,8 @@ def test_a_gpus_checkpoint_goes_on_on_a_cpu(optimizer: str, tmp_path: Path) -> N
     assert not group["fused"]
     assert optimizer == "sgd" or not group["capturable"]
     training.step()
+    training.schedule.step()
+    assert isinstance(group["lr"], float)
 
 
 @pytest.mark.gpu
@@ -173,3 +182,19 @@ def test_a_model_is_shrunk_and_timed_on_a_gpu(tmp_path: Path) -> None:
     shrunk = shrink_run(run.path, device=torch.device("cuda"))
     assert all(p.is_cuda for p in shrunk.model.parameters())
     assert json.loads((run.path / "shrunk.json").read_text())["device"] == "cuda"
+
+
+def test_a_run_may_go_on_without_graphs_and_may_be_older_than_they(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path, changes=("length=4", "milestones=[2]", "evaluate_every=2"))
+    train(job, Silent())
+    without = small.job("digits", tmp_path, changes=("length=4", "milestones=[2]", "evaluate_every=2", "cuda_graph=no"))
+    assert train(without, Silent(), resume=True).finished
+
+
+def test_full_memory_is_a_problem_with_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Training, "_step", full)
+    with pytest.raises(Problem, match=r"memory is full at step 0: try a smaller batch, --set accumulate=2"):
+        train(small.job("digits", tmp_path), Silent())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -13,10 +14,11 @@ WARM_UP = 3  # steps before the recording, in which kernels are compiled and sta
 
 
 class Replay:
-    """Calls `step` on a batch, and from the fourth call on replays what it did, with the batch in its place.
+    """Calls `step` on a batch, and after a few of one shape replays what it did, with the next batch in its place.
 
     What the step reads and writes must stay where it is: weights, statistics, the optimizer's state and its learning
-    rate, which has to be a tensor. A batch of another shape than the recorded one is stepped plainly.
+    rate, which has to be a tensor. A batch of another shape than the recorded one is stepped plainly. The recorded
+    step keeps its memory to itself, and plain steps and evaluation have theirs.
     """
 
     def __init__(self, step: Callable[[Batch], Tensor]) -> None:
@@ -44,7 +46,9 @@ class Replay:
     def _record(self, batch: Batch) -> None:
         """Recording runs nothing: the first replay is this batch's step."""
         self.inputs = tuple(x.clone() for x in batch)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        gc.collect()  # another run's graph must not end in the middle
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.inputs[0].device)  # type: ignore[no-untyped-call]
+        # of this thread alone: a data loader's may ask for memory meanwhile
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.loss = self.step(self.inputs)
         self.graph = graph

@@ -92,6 +92,19 @@ class Training:
 
     def go(self) -> Run:
         """From wherever the run is to its end."""
+        try:
+            self._train()
+        except torch.OutOfMemoryError as error:
+            less = f"a smaller batch, --set accumulate={2 * self.recipe.accumulate}"
+            if self.replay is not None:
+                less += ", --set cuda_graph=false"
+            raise Problem(f"the GPU's memory is full at step {self.at.step}: try {less}") from error
+        finally:
+            self.replay = None  # with the memory of its graph
+        self._finish()
+        return self.run
+
+    def _train(self) -> None:
         at, plan = self.at, self.plan
         self._announce()
         self.saved = time.monotonic()
@@ -111,8 +124,6 @@ class Training:
                     self._save()
                 if asked:
                     self._stopped(asked)
-        self._finish()
-        return self.run
 
     def step(self) -> torch.Tensor:
         """One step of the optimizer, on all parts of a batch; the loss of the last."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -71,16 +71,20 @@ def _torchs_own(
     own: dict[str, Any] = {"fused": any(p.is_cuda for p in params)}
     if kind is not torch.optim.SGD:
         own["capturable"] = capturable
-    optimizer = kind(params, **options, **own)
+    lr = torch.tensor(options["lr"], device=params[0].device) if capturable else options["lr"]  # a graph reads it there
+    optimizer = kind(params, **{**options, **own, "lr": lr})
 
-    def as_here(optimizer: Optimizer) -> None:
-        """How this machine steps is not for a checkpoint to say; a graph reads the learning rate from the device."""
+    def as_here(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """How this machine steps is not for a checkpoint to say."""
+        groups = [{**group, **own, "lr": float(group["lr"])} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    def back_to_tensor(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            lr = float(group["lr"])
-            group.update(own, lr=torch.tensor(lr, device=params[0].device) if capturable else lr)
+            group["lr"] = lr.fill_(group["lr"]) if isinstance(lr, Tensor) else group["lr"]
 
-    as_here(optimizer)
-    optimizer.register_load_state_dict_post_hook(as_here)
+    optimizer.register_load_state_dict_pre_hook(as_here)
+    optimizer.register_load_state_dict_post_hook(back_to_tensor)
     return optimizer
 
 
@@ -101,4 +105,6 @@ def make_schedule(recipe: Recipe, method: Method, optimizer: Optimizer, plan: Pl
         "linear": lambda step: 1 - step / plan.total,
         "constant": lambda step: 1.0,
     }
+    for group in optimizer.param_groups:
+        group["initial_lr"] = method.lr  # a number, where lr itself may be a tensor
     return LambdaLR(optimizer, shapes[method.schedule])

@@ -39,7 +39,7 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         """What determines the run, as plain values."""
-        recipe = self.recipe.model_dump(mode="json", exclude={"save_minutes", "title", "paper"})
+        recipe = self.recipe.model_dump(mode="json", exclude={"save_minutes", "cuda_graph", "title", "paper"})
         return {"recipe": self.name, "method": self.method, "seed": self.seed, **recipe}
 
     @property

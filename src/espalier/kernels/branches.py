@@ -9,7 +9,10 @@ import torch
 
 
 class Branches:
-    """Streams beside the one that a CUDA graph is recorded from; as long as there is no fork, there are none."""
+    """Streams beside the one that a CUDA graph is recorded from; as long as there is no fork, there are none.
+
+    A branch may be the stem of others: an optimizer forks for its groups, and each of these for its launches.
+    """
 
     def __init__(self) -> None:
         self._streams: list[torch.cuda.Stream] = []
@@ -23,10 +26,10 @@ class Branches:
         self._fork, self._count = stem.record_event(), 0
         try:
             yield
-        finally:
+        finally:  # after an error, too: a recording can't end with a branch left open
             self._fork = None
-        for stream in self._streams[: self._count]:
-            stem.wait_stream(stream)
+            for stream in self._streams[: self._count]:
+                stem.wait_stream(stream)
 
     @contextmanager
     def branch(self) -> Iterator[None]:

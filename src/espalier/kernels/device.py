@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from espalier.kernels.columns import (
+    AVERAGING,
     CLOCK,
     ENTRY_KAPPA,
     FIRST,
@@ -192,8 +193,9 @@ def step_groups(
         precise = precise & (parts <= MOST_PARTS)  # more of them, and the first turn's rounding shows
 
     x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
-    if AXIS == 0 and SHARED and AVERAGED:
-        fetch(row, i, tl.load(row + ROWS), tile * COLUMNS, width, COLUMNS)
+    if AXIS == 0 and SHARED and AVERAGED and UPDATE:
+        if tl.load(scalar + AVERAGING) < 1:
+            fetch(row, i, tl.load(row + ROWS), tile * COLUMNS, width, COLUMNS)
     if ENTRIES:
         x = soft(x, tl.load(scalar + ENTRY_KAPPA) * inverse)
     z = x

@@ -98,6 +98,10 @@ class Tile:
         """How many programs share a tile's columns (rows, for axis 1)."""
         return math.ceil(at.rows / self.height) if self.axis == 0 else math.ceil(at.rows * at.run / self.columns)
 
+    def sharers(self, at: Geometry) -> int:
+        """How many programs of a panel wait for each other."""
+        return self.shares(at) * self.run if self.shared else 0
+
 
 def tile_of(at: Geometry, processors: int | None) -> Tile | None:
     """The tile for a geometry; None where a group is too large for all processors together.

@@ -199,7 +199,7 @@ class Plan:
             Launch(
                 bucket,
                 len(work),
-                max(bucket.tile.shares(s.geometry) * bucket.tile.run for s in buckets[bucket]) if bucket.tile else 0,
+                max(bucket.tile.sharers(s.geometry) for s in buckets[bucket]) if bucket.tile else 0,
                 _upload(work, self._device),
                 counters=views[2 * i],
                 early=views[2 * i + 1],
