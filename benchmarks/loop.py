@@ -1,9 +1,9 @@
-"""A step of the app's training loop under each method, as a ratio to the same loop under torch's fused AdamW.
+"""A step of the app's loop under each method, as a ratio to the same loop under fused AdamW or the dense baseline.
 
     python benchmarks/loop.py --device cuda        # results/loop-cuda.json
 
 Whole steps: batch, forward, backward, optimizer, schedule, on made-up data of the real sets' form and size of batch.
-A few steps of each in turn, in one process; the ratio is the median over turns of that to AdamW's of the same turn.
+A few steps of each in turn, in one process; the ratio is the median over turns of that to the peer's of the same turn.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ TASKS: dict[str, tuple[str, Callable[[Path], None], int]] = {  # data, how to ma
 }
 
 
-def prepared(name: str, method: str, data: Path, out: Path, device: str, precision: str) -> Training:
+def prepared(name: str, method: str, data: Path, out: Path, device: str, precision: str, peer: str) -> Training:
     """A training that is ready for its first step."""
-    changes = [ADAMW, "unit=steps", "length=1000000", "milestones=[500000]", f"mixed_precision={precision}"]
+    changes = ["unit=steps", "length=1000000", "milestones=[500000]", f"mixed_precision={precision}"]
+    if peer == "adamw":
+        changes.append(ADAMW)
     job = Job(name, cookbook.load(name, changes).only(method), method, 0, out, data, device=device)
     accelerator = make_accelerator(job)
     return Training(job, Run(out), accelerator, Silent())
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--precisions", nargs="+", default=["no"], choices=["no", "bf16"])
+    parser.add_argument("--peer", default="adamw", choices=["adamw", "dense"], help="dense: the recipe's baseline")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -103,18 +106,18 @@ def main() -> None:
                 make(data)
             for precision in args.precisions:
                 trainings = {
-                    m: prepared(name, m, Path(scratch), Path(scratch) / "run", args.device, precision)
+                    m: prepared(name, m, Path(scratch), Path(scratch) / "run", args.device, precision, args.peer)
                     for m in ("dense", *args.methods)
                 }
                 ms = measure(trainings, steps, args.rounds, device)
-                # each turn against AdamW's of the same turn: what slows the machine slows both
+                # each turn against the peer's of the same turn: what slows the machine slows both
                 for method, seen in ms.items():
                     ratios = [a / b for a, b in zip(seen, ms["dense"], strict=True)]
                     rows.append(
                         {
                             "task": name,
                             "precision": "float32 (TF32)" if precision == "no" else precision,
-                            "method": "AdamW (fused)" if method == "dense" else method,
+                            "method": "AdamW (fused)" if (method, args.peer) == ("dense", "adamw") else method,
                             "ratio": statistics.median(ratios),
                             "quartiles": " – ".join(f"{q:.3f}" for q in statistics.quantiles(ratios, n=4)[::2]),
                             "ms a step": statistics.median(seen),

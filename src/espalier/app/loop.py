@@ -24,7 +24,7 @@ from espalier.app.machine import Signals, clock, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule
 from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
-from espalier.app.recipe import Solver
+from espalier.app.recipe import STRUCTURED, Solver
 from espalier.app.run import Job, Run, begin, environment
 from espalier.app.tasks import open_task
 
@@ -152,8 +152,10 @@ class Training:
         """Whether steps can be recorded as a CUDA graph and replayed."""
         recipe, accelerator = self.recipe, self.accelerator
         alone = accelerator.num_processes == recipe.accumulate == 1 and accelerator.scaler is None
-        alike = self.task.alike and recipe.penalty != "nuclear-norm" and self.job.chosen.solver == Solver()
-        return recipe.cuda_graph and self.device.type == "cuda" and alone and alike
+        chosen = self.job.chosen
+        # the nuclear norm waits for the device, and other solvers may
+        waits = chosen.optimizer in STRUCTURED and (recipe.penalty == "nuclear-norm" or chosen.solver != Solver())
+        return recipe.cuda_graph and self.device.type == "cuda" and alone and self.task.alike and not waits
 
     def _stream(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """Batches without end, from where the run is."""
