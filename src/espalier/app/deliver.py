@@ -34,7 +34,7 @@ def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
         if looker.task.data.words:  # what the model's numbers stand for
             run.write_json("words.json", looker.task.data.words)
         with replacing(run.path / "examples.pt") as file:
-            torch.save([None if x is None else x.cpu() for x in looker.task.examples()], file)
+            torch.save([None if x is None else x.cpu().contiguous() for x in looker.task.examples()], file)
         with replacing(run.model) as file:
             file.write(safetensors.torch.save(_once(looker.model)))
 
