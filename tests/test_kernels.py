@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ pytest.importorskip("triton")
 
 from espalier import kernels
 from espalier.kernels import columns, launch
+from espalier.kernels.branches import Branches
 from espalier.kernels.geometry import Geometry, geometry, tile_of
 from espalier.kernels.work import BLOCK, Slab, programs
 
@@ -1103,6 +1105,40 @@ for method, scalar, concave, axis, run, shared, kind in (
     # 16-byte loads, which Triton drops without a word where it cannot prove that they are allowed
     assert kernel.asm["ptx"].count("ld.global.v4") >= 8, method
 """
+
+
+def test_branches_begin_at_the_fork_and_are_joined_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[Any, ...]] = []
+
+    class Stream:
+        def record_event(self) -> str:
+            return "fork"
+
+        def wait_event(self, event: str) -> None:
+            log.append((self, "after", event))
+
+        def wait_stream(self, other: Any) -> None:
+            log.append((self, "joins", other))
+
+    stem = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stem)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    branches = Branches()
+    with branches.branch():
+        assert not log  # no fork, no stream
+    for fails in (False, True):
+        log.clear()
+        with pytest.raises(ValueError, match="no") if fails else nullcontext(), branches.fork():
+            with branches.branch():
+                pass
+            with branches.branch():
+                if fails:
+                    raise ValueError("no")
+        (a, *first), (b, *second), *joins = log
+        assert first == second == ["after", "fork"]
+        assert a is not b
+        assert joins == [(stem, "joins", a), (stem, "joins", b)]
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:

@@ -56,7 +56,7 @@ class SideBySide:
 
 
 def in_shared_memory(plan: launch.Plan) -> None:
-    tensors = [plan._clocks, plan._scalars, plan._options, plan._counters]
+    tensors = [plan._clocks, plan._scalars, plan._options.values, plan._counters]
     for x in (*tensors, *(one.later for one in plan._launches)):
         x.share_memory_()
 

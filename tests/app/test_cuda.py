@@ -186,7 +186,7 @@ def test_a_model_is_shrunk_and_timed_on_a_gpu(tmp_path: Path) -> None:
 
 def test_a_run_may_go_on_without_graphs_and_may_be_older_than_they(tmp_path: Path) -> None:
     job = small.job("digits", tmp_path, changes=("length=4", "milestones=[2]", "evaluate_every=2"))
-    train(job, Silent())
+    assert "cuda_graph" not in train(job, Silent()).facts["settings"]
     without = small.job("digits", tmp_path, changes=("length=4", "milestones=[2]", "evaluate_every=2", "cuda_graph=no"))
     assert train(without, Silent(), resume=True).finished
 
@@ -195,6 +195,6 @@ def test_full_memory_is_a_problem_with_ways_out(tmp_path: Path, monkeypatch: pyt
     def full(*_: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Training, "_step", full)
+    monkeypatch.setattr(Training, "_step_on", full)
     with pytest.raises(Problem, match=r"memory is full at step 0: try a smaller batch, --set accumulate=2"):
         train(small.job("digits", tmp_path), Silent())

@@ -87,7 +87,7 @@ class Training:
             self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
         self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
         self.batches = self._stream()
-        self.replay = Replay(lambda batch: self._step([batch])) if replays else None
+        self.replay = Replay(lambda batch: self._step_on([batch])) if replays else None
         self.board: SummaryWriter | None = None
 
     def go(self) -> Run:
@@ -128,12 +128,12 @@ class Training:
     def step(self) -> torch.Tensor:
         """One step of the optimizer, on all parts of a batch; the loss of the last."""
         parts = islice(self.batches, self.recipe.accumulate)
-        loss = self._step(parts) if self.replay is None else self.replay(next(parts))
+        loss = self._step_on(parts) if self.replay is None else self.replay(next(parts))
         self.at.batches += self.recipe.accumulate
         self.at.step += 1
         return loss
 
-    def _step(self, parts: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    def _step_on(self, parts: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         accelerator, at = self.accelerator, self.at
         for batch in parts:
             with accelerator.accumulate(self.net):

@@ -104,7 +104,7 @@ def _few(place, inside, first, FEW: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _both(v, w, units):
-    """Two parts as the halves of one number; sums of either stay below 2³¹ and above 0, so that nothing is carried."""
+    """Two parts as the halves of one number; sums of either stay in [0, 2³¹), so that nothing is carried."""
     return counted(v, units).to(tl.int64) + (counted(w, units).to(tl.int64) << 32)
 
 

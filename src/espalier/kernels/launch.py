@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -20,6 +19,7 @@ from triton.compiler import CompiledKernel
 from espalier.kernels import capturing, columns, device, first_radius, methods
 from espalier.kernels.branches import Branches
 from espalier.kernels.geometry import RESIDENT, Geometry, geometry, tile_of
+from espalier.kernels.options import Options, pinned, upload
 from espalier.kernels.work import BLOCK, BLOCK_WARPS, Bucket, Slab, programs
 from espalier.penalties import L1, GroupMCP, SparseGroupLasso
 from espalier.penalties.base import group_weight
@@ -49,11 +49,6 @@ _BY_GROUP = ("radius", "scale", "trend")
 # addresses of gradients whose tables are kept: the allocator hands out the same few sets of them again and again, and
 # a new table takes 0.1 ms of the host's time
 _TABLES = 16
-# of a parameter group, beside its penalty
-_OPTIONS = ("lr", "eps", "ramp", "betas", "momentum", "weight_decay")
-# of these, what may be a tensor on the device
-_THERE = {"lr": columns.LR, "eps": columns.EPS, "ramp": columns.RAMP}
-Alignments: TypeAlias = tuple[tuple[torch.dtype, int], ...]
 
 
 @dataclass(frozen=True)
@@ -93,16 +88,12 @@ class Plan:
         self._tables: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
         self._shared_table = torch.zeros_like(self._rows, device=self._device)
         self._table: Tensor | None = None
-        self._spare: Tensor | None = _pinned(self._rows, self._device)
+        self._spare: Tensor | None = pinned(self._rows, self._device)
         self._recorded: list[Tensor] = []
-        self._clocks = _upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
+        self._clocks = upload(torch.tensor([self._clock(i) for i in range(len(params))]), self._device)
         self._scalars = torch.zeros(len(params), columns.SCALARS.value, device=self._device)
-        self._values: list[float] = []
-        self._given: list[Any] = []
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-        self._options = torch.zeros(columns.OPTIONS.value, dtype=torch.float64, device=self._device)
-        there = {k: self._options[at.value :] for k, at in _THERE.items()}
-        self._views, self._alignments = list(there.values()), _alignments(there.values())
+        self._options = Options(group, self._device)
         self._counters, self._launches = self._schedule(buckets)
         self._counted = len(self._counters)
         self._branches = Branches()
@@ -136,7 +127,7 @@ class Plan:
         state = self._optimizer.state[p]
         for k in self._optimizer.clock:
             if state[k].device != p.device:
-                state[k] = _upload(state[k], p.device)
+                state[k] = upload(state[k], p.device)
         for k in (*self._optimizer._buffers(self._group), *(["master"] if "master" in state else [])):
             if not same_order(state[k], p):
                 state[k] = torch.empty_like(p, dtype=state[k].dtype).copy_(state[k])
@@ -200,7 +191,7 @@ class Plan:
                 bucket,
                 len(work),
                 max(bucket.tile.sharers(s.geometry) for s in buckets[bucket]) if bucket.tile else 0,
-                _upload(work, self._device),
+                upload(work, self._device),
                 counters=views[2 * i],
                 early=views[2 * i + 1],
                 later=torch.zeros(
@@ -229,9 +220,9 @@ class Plan:
             self._recorded.append(rows)
         rows[:, columns.GRAD.value] = torch.frombuffer(array("q", starts), dtype=torch.int64)
         if not captured:
-            rows = _pinned(rows, self._device)
+            rows = pinned(rows, self._device)
             if self._spare is None:
-                self._spare = _pinned(self._rows, self._device)
+                self._spare = pinned(self._rows, self._device)
         if graphs:
             self._table = self._shared_table.copy_(rows, non_blocking=True)
             return
@@ -265,14 +256,23 @@ class Plan:
 
     def _run(self, finite: Tensor | None, update: bool, captured: bool = False) -> None:
         skip = finite is not None
-        given, alignments = self._set_options()
+        given, alignments = self._options.current()
         finite = self._counters if finite is None else finite.to(self._device, torch.int32)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             tensors = len(self._params)
             self._launch(
                 methods.tick,
                 tensors,
-                [self._clocks, self._scalars, self._counters, finite, *given, self._options, tensors, self._counted],
+                [
+                    self._clocks,
+                    self._scalars,
+                    self._counters,
+                    finite,
+                    *given,
+                    self._options.values,
+                    tensors,
+                    self._counted,
+                ],
                 (update, skip, False, alignments),
                 None,
             )
@@ -280,9 +280,9 @@ class Plan:
             with self._branches.fork() if beside else nullcontext():
                 for launch in self._launches:
                     with self._branches.branch():
-                        self._step(launch, finite, update, skip)
+                        self._step_bucket(launch, finite, update, skip)
 
-    def _step(self, launch: Launch, finite: Tensor, update: bool, skip: bool) -> None:
+    def _step_bucket(self, launch: Launch, finite: Tensor, update: bool, skip: bool) -> None:
         arguments: list[Any] = [launch.work, self._table, self._scalars, finite]
         if launch.bucket.tile:
             arguments += [launch.counters, launch.early, launch.later]
@@ -336,43 +336,6 @@ class Plan:
         }
         return constants, {"num_warps": tile.warps, "maxnreg": tile.registers}
 
-    def _set_options(self) -> tuple[Sequence[Tensor], Alignments]:
-        """The group's lr, eps and ramp on the device, where they may be tensors already; the other options go along."""
-        group, penalty = self._group, self._group["penalty"]
-        given = [penalty, *map(group.get, _OPTIONS)]
-        plain = not any(isinstance(value, Tensor) for value in given)
-        if plain and given == self._given:
-            return self._views, self._alignments
-        self._given = given if plain else []
-        first, second = group.get("betas") or (group["momentum"], 0.0)
-        mix = getattr(penalty, "mix", 1.0 if isinstance(penalty, L1) else 0.0)
-        lam = 0.0 if penalty is None else penalty.lam
-        there = {k: group.get(k, 0.0) for k in _THERE}
-        values = [0.0] * columns.OPTIONS.value
-        for at, value in (
-            (columns.FIRST_MOMENT, first),
-            (columns.SECOND_MOMENT, second),
-            (columns.LOG2_FIRST, _log2(first)),
-            (columns.LOG2_SECOND, _log2(second)),
-            (columns.WEIGHT_DECAY, group.get("weight_decay", 0.0)),
-            (columns.LAM_GROUP, lam * (1 - mix)),
-            (columns.LAM_ENTRY, lam * mix),
-            (columns.GAMMA, getattr(penalty, "gamma", 0.0)),
-            *((at, there[k]) for k, at in _THERE.items()),
-        ):
-            values[at.value] = 0.0 if on_device(value) else float(value)
-        if values != self._values:
-            if capturing():
-                raise RuntimeError("take a step after a change of options and before capturing one.")
-            self._options.copy_(_pinned(torch.tensor(values, dtype=torch.float64), self._device), non_blocking=True)
-            self._values = values
-        if plain:
-            return self._views, self._alignments
-        found = [
-            x.to(self._device) if on_device(x) else view for x, view in zip(there.values(), self._views, strict=True)
-        ]
-        return found, _alignments(found)
-
 
 def same_order(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of one shape lie in memory alike."""
@@ -381,32 +344,10 @@ def same_order(x: Tensor, y: Tensor) -> bool:
     )
 
 
-def _alignments(options: Iterable[Tensor]) -> Alignments:
-    """What a compiled kernel depends on in these arguments."""
-    return tuple((x.dtype, x.data_ptr() % 16) for x in options)
-
-
 def _in_order(grad: Tensor, p: Tensor) -> Tensor:
     return grad if grad.dtype == p.dtype and same_order(grad, p) else torch.empty_like(p).copy_(grad)
-
-
-def on_device(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def processors(where: torch.device) -> int | None:
     """How many programs run at a time at least; None in the interpreter."""
     return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else None
-
-
-def _log2(beta: float) -> float:
-    return math.log2(beta) if beta > 0 else -math.inf
-
-
-def _pinned(x: Tensor, where: torch.device) -> Tensor:
-    return x.pin_memory() if where.type == "cuda" else x
-
-
-def _upload(x: Tensor, where: torch.device) -> Tensor:
-    """A copy on the device, without waiting for it."""
-    return _pinned(x, where).to(where, non_blocking=True)
