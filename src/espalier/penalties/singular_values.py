@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from espalier.reading import Reading, finish
+
 # A singular value so near κ, relative to κ, may count as above or below it.
 _RESOLUTION = 1e-5
 # (σ_max / κ)² up to which the Gram matrix is precise enough
@@ -31,10 +33,16 @@ _Key: TypeAlias = tuple[torch.device, int, torch.Size, int]
 
 def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
     """U max(Σ − κ, 0) Vᵀ of each matrix of x (L, m, n), κ (L, 1, 1) above 0; NaN where one is not finite."""
+    return finish(thresholding(x, kappa))
+
+
+def thresholding(x: Tensor, kappa: Tensor) -> Reading[Tensor]:
+    """The same, by a work that others may go on beside."""
     if x.shape[-2] < x.shape[-1]:
-        return threshold_singular_values(x.mT, kappa).mT
+        transposed = yield from thresholding(x.mT, kappa)
+        return transposed.mT
     if x.dtype == torch.float32 and x.numel():
-        y = _by_products(x, kappa) if x.is_cuda else _by_eigenvalues(x, kappa)
+        y = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
         if y is not None:
             return y
     return _by_svd(x, kappa)
@@ -66,14 +74,14 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     return y
 
 
-def _by_products(x: Tensor, kappa: Tensor) -> Tensor | None:
+def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:
     """The same from matrix products alone, which need to know how large (σ/κ)² may be: a power of 2, guessed from the
     last time."""
     key = (x.device, x.shape)
     exponent = _guesses.get(key, 8)
     while True:
         y, bound = _record(x, kappa, exponent)(x, kappa)
-        size = float(bound)
+        size = yield bound
         if not size < _GRAM_BELOW:
             return None
         needed = math.frexp(size)[1]

@@ -12,7 +12,8 @@ from torch.linalg import vector_norm
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty
 from espalier.penalties.nuclear_norm import NuclearNorm
-from espalier.penalties.singular_values import threshold_singular_values
+from espalier.penalties.singular_values import thresholding
+from espalier.reading import Reading, finish
 from espalier.solvers.anderson import Anderson
 from espalier.solvers.base import Solution, Solver
 from espalier.solvers.proximal_gradient import Tolerance
@@ -72,12 +73,16 @@ class DouglasRachford(Solver):
         return None if isinstance(penalty, NuclearNorm) else "the nuclear norm"
 
     def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
+        return finish(self.solving(problem, penalty, start))
+
+    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor) -> Reading[Solution]:
+        """The solution, by a work that others may go on beside."""
         assert isinstance(penalty, NuclearNorm)
         kappa = as_tensor(problem.tau * (penalty.lam * penalty.weight), start).expand(len(start), 1, 1)
-        penalised: list[bool] = (kappa != 0).flatten().tolist()
+        penalised: list[bool] = yield (kappa != 0).flatten()
         # κ = 0 is an ordinary case, and a − d/H to the bit
         point = torch.empty_like(start) if all(penalised) else problem.unpenalised()
-        batch = self._begin(problem, kappa, start).only(penalised)
+        batch = (yield from self._begin(problem, kappa, start)).only(penalised)
         iterations = 0
         while len(batch.v) and iterations < self.max_iters:
             slot = iterations % self.memory
@@ -85,7 +90,8 @@ class DouglasRachford(Solver):
             last = iterations == self.max_iters
             if last:
                 batch.v = batch.best
-            done = [ended or last for ended in batch.step(slot)]
+            solved_now = yield from batch.step(slot)
+            done = [ended or last for ended in solved_now]
             if any(done):
                 solved = batch.only(done)
                 point[solved.index] = solved.z
@@ -94,7 +100,7 @@ class DouglasRachford(Solver):
                 batch.mix(slot)
         return Solution(point, iterations)
 
-    def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> _Batch:
+    def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> Reading[_Batch]:
         metric = as_tensor(problem.metric, start).expand(start.shape)
         size = min(start.shape[1:]) ** 0.5
         p = (kappa * size / vector_norm(problem.linear, dim=(1, 2), keepdim=True)).clamp(_LEAST_POWER, 1)
@@ -105,6 +111,7 @@ class DouglasRachford(Solver):
         # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
         rounding = torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_()
         rounding *= vector_norm(2 * start - v, dim=(1, 2))
+        limits = yield torch.stack((tolerance.flatten(), _ROUNDING * rounding), 1)
         inverse = 1 / (1 + metric)
         count, memory = len(start), self.memory
         return _Batch(
@@ -119,7 +126,7 @@ class DouglasRachford(Solver):
             best=v,
             points=start.new_zeros(count, memory, *start.shape[1:]),
             moves=start.new_zeros(count, memory, *start.shape[1:]),
-            limits=torch.stack((tolerance.flatten(), _ROUNDING * rounding), 1).tolist(),
+            limits=limits,
             mixing=[Anderson() for _ in range(count)],
             numbers=[[] for _ in range(count)],
         )
@@ -158,31 +165,31 @@ class _Batch:
             parts[name] = value[there] if isinstance(value, Tensor) else [value[i] for i in here]
         return _Batch(**parts)
 
-    def step(self, slot: int) -> list[bool]:
+    def step(self, slot: int) -> Reading[list[bool]]:
         """The next Z. Returns which matrices it solves."""
         y = torch.addcmul(self.constant, self.factor, self.v)  # 2 X − V
-        self.z = threshold_singular_values(y, self.kappa)
+        self.z = yield from thresholding(y, self.kappa)
         move = torch.sub(self.z, y.add_(self.v), alpha=0.5)  # Z − X
         subgradient = self.stiffness * move  # s = (H − 1) (Z − X)
         torch.add(self.v, move, alpha=_RELAXATION, out=self.points[:, slot])
         self.moves[:, slot] = move
         products = self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)
         residual = vector_norm(subgradient, dim=(1, 2), keepdim=True)
-        self.numbers = torch.cat((residual, products), 1).squeeze(-1).tolist()
+        self.numbers = yield torch.cat((residual, products), 1).squeeze(-1)
         residuals = [row[0] for row in self.numbers]
         # NaN ends it, too
         done = [not r > max(limits) for r, limits in zip(residuals, self.limits, strict=True)]
         if any(done):
-            ends = zip(done, residuals, self.limits, self._descends(subgradient), strict=True)
+            descend = yield self._descends(subgradient)
+            ends = zip(done, residuals, self.limits, descend, strict=True)
             done = [small and (descends or not r > floor) for small, r, (_, floor), descends in ends]
         return done
 
-    def _descends(self, subgradient: Tensor) -> list[bool]:
+    def _descends(self, subgradient: Tensor) -> Tensor:
         """Q(Z) ≤ Q(start), as follows for s ∈ ∂Q(Z) from Q(start) − Q(Z) ≥ <s, Δ> + ½ <Δ, H Δ>, Δ = start − Z."""
         delta = self.start - self.z
         gap = torch.addcmul(subgradient + 0.5 * delta, self.stiffness, delta, value=0.5).mul_(delta).sum((1, 2))
-        descends: list[bool] = (gap >= 0).tolist()
-        return descends
+        return gap >= 0
 
     def mix(self, slot: int) -> None:
         """V ← Σ c_i V_i, or back to the best V."""
