@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from espalier import DouglasRachford, NuclearNorm, Partition, ProximalGradient, 
 from espalier.penalties import singular_values
 from espalier.penalties.singular_values import threshold_singular_values
 from espalier.reading import finish
+from espalier.solvers import douglas_rachford
 from espalier.solvers.anderson import Anderson, _shortest
 
 SHAPES = ((3, 40, 24), (2, 17, 30), (2, 16, 16), (1, 1, 9), (2, 9, 1))
@@ -361,6 +363,27 @@ def test_training_keeps_the_promise_and_stays_cheap() -> None:
         assert 0 < espalier.structure(optimizer).layers[0].rank < 48
 
 
+METHODS = (espalier.RAMDA, espalier.RMDA, espalier.ProxSGD, espalier.ProxGen, espalier.ProxSSI)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
+def test_parameters_of_one_shape_step_together_as_alone(method: type[espalier.RAMDA]) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(s) for s in ((12, 8), (8, 12), (12, 8), (12, 8, 1), (5, 5))]
+    together, alone = ([nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    penalty = NuclearNorm(0.05)
+    optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.1) for ps in (together, *([p] for p in alone))]
+    for _ in range(8):
+        for p, q in zip(together, alone, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q, x in zip(together, alone, start, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(p, x)
+
+
 # ------------------------------------------------------------------------------------------------- mixing
 
 
@@ -401,6 +424,53 @@ def test_any_memory_leads_to_the_solution(memory: int) -> None:
     z = solver.solve(problem, penalty, whole(shape), problem.anchor)
     torch.testing.assert_close(z.point, truth(problem, penalty), rtol=0, atol=1e-6)
     assert z.iterations < 2000
+
+
+class Replayed:
+    """A recording that is made anew each time, with what a recording does: its result lies in one place."""
+
+    made = 0
+
+    def __init__(self, work: Callable[[], Tensor], device: torch.device) -> None:
+        self.work, self.result = work, work()
+        Replayed.made += 1
+
+    def __call__(self) -> Tensor:
+        return self.result.copy_(self.work())
+
+
+@every_shape
+def test_steps_that_are_recorded_lead_to_the_same_solution(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: several problems, one after the other, in the same memory, with thresholds far apart."""
+
+    class Stream:
+        cuda_stream = 0
+
+    problems = [pose(shape, 30 + i, dtype=torch.float32) for i in range(4)]
+    penalties = [penalty_for(p, share) for p, share in zip(problems, (0.3, 1e-4, 0.6, 1.01), strict=True)]
+    solver = DouglasRachford(Tolerance(1e-4))
+
+    def solve() -> list[tuple[Tensor, int]]:
+        found = [solver.solve(p, q, whole(shape), p.anchor) for p, q in zip(problems, penalties, strict=True)]
+        return [(s.point, int(s.iterations)) for s in found]
+
+    plain = solve()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(douglas_rachford, "worth_recording", lambda x: True)
+    monkeypatch.setattr(douglas_rachford, "Recording", Replayed)
+    monkeypatch.setattr(douglas_rachford, "_settled", OrderedDict())
+    monkeypatch.setattr(singular_values, "_guesses", {})
+    made = []
+    for _ in range(2):
+        Replayed.made = 0
+        for (point, iterations), (again, count) in zip(plain, solve(), strict=True):
+            torch.testing.assert_close(again, point, rtol=0, atol=1e-4 * float(point.abs().max() + 1))
+            assert abs(iterations - count) <= 3
+        made.append(Replayed.made)
+    assert 1 <= made[0] <= 6  # one for each power of 2 that was needed
+    assert made[1] == 0
 
 
 # ------------------------------------------------------------------------------------------------- on a GPU

@@ -13,7 +13,6 @@ from espalier.optim.arithmetic import average
 from espalier.optim.checkpoint import Group
 from espalier.partition import Partition
 from espalier.reading import Reading, side_by_side
-from espalier.solvers import DouglasRachford
 from espalier.subproblem import Subproblem, together
 
 if TYPE_CHECKING:
@@ -66,9 +65,7 @@ def _solve_together(
 ) -> Reading[None]:
     start = torch.cat([t.start for t in turns])
     problem = together([t.problem for t in turns])
-    solver = optimizer._solver(group)
-    assert isinstance(solver, DouglasRachford)  # the only one that batches
-    solution = yield from solver.solving(problem, group["penalty"], start)
+    solution = yield from optimizer._solver(group).solving(problem, group["penalty"], start)
     for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
         z = t.groups.merge(point, t.x["weight"].shape)
         if "point" in t.x:

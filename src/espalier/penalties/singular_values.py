@@ -12,21 +12,23 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from espalier.reading import Reading, finish
+from espalier.recording import Recording
 
 # A singular value so near κ, relative to κ, may count as above or below it.
 _RESOLUTION = 1e-5
 # (σ_max / κ)² up to which the Gram matrix is precise enough
-_GRAM_BELOW = 1e10
-# n³ times matrices up to which launching the products takes longer than making them: they are then recorded once, and
-# replayed as one
+GRAM_BELOW = 1e10
+# n³ times matrices up to which launching the products takes longer than making them
 _RECORD_BELOW = 2**30
 _RECORDS = 128
+# (σ/κ)² is bounded by powers of 2 whose exponents are this far apart: products are recorded anew for each
+_COARSE = 6
 
 _Key: TypeAlias = tuple[torch.device, int, torch.Size, int]
 
@@ -63,7 +65,7 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     if not bool(gram.isfinite().all()):
         return None
     squares, v = torch.linalg.eigh(gram)
-    if not bool((squares[:, -1:] <= _GRAM_BELOW * kappa.square()).all()):
+    if not bool((squares[:, -1:] <= GRAM_BELOW * kappa.square()).all()):
         return None
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
@@ -75,28 +77,44 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
 
 
 def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:
-    """The same from matrix products alone, which need to know how large (σ/κ)² may be: a power of 2, guessed from the
-    last time."""
-    key = (x.device, x.shape)
-    exponent = _guesses.get(key, 8)
+    """The same from matrix products alone, which need to know how large (σ/κ)² may be: guessed from the last time."""
     while True:
+        exponent = guess(x)
         y, bound = _record(x, kappa, exponent)(x, kappa)
         size = yield bound
-        if not size < _GRAM_BELOW:
+        if not size < GRAM_BELOW:
             return None
-        needed = math.frexp(size)[1]
-        if needed <= exponent:
-            _guesses[key] = exponent if needed >= exponent - 1 else needed + 1
+        if learn(x, size) <= exponent:
             return y
-        _guesses[key] = exponent = needed
 
 
-def _products(x: Tensor, kappa: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+def guess(x: Tensor) -> int:
+    """The exponent of a power of 2 that (σ/κ)² of matrices of this shape is likely to be below."""
+    return _guesses.get((x.device, x.shape), 2 * _COARSE)
+
+
+def learn(x: Tensor, bound: float) -> int:
+    """What the bound was: the next guess is made of it. Returns the exponent that it needs."""
+    needed = math.frexp(bound)[1]
+    spacious = _COARSE * math.ceil(max(needed + 1, 1) / _COARSE)
+    before = guess(x)
+    # some room to grow, lest it go up and down
+    _guesses[x.device, x.shape] = spacious if needed > before else min(before, spacious)
+    return needed
+
+
+def worth_recording(x: Tensor) -> bool:
+    """Whether launching the products takes longer than making them."""
+    return x.is_cuda and len(x) * min(x.shape[1:]) ** 3 <= _RECORD_BELOW
+
+
+def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     """X E (1 − κ G^(−½)), E the projector on the eigenvectors of G = XᵀX whose eigenvalues exceed κ², and a bound of
-    the norms of G/κ² − 1 that must not exceed `largest`.
+    the norms of G/κ² − 1 that must not exceed 2^exponent. Each X has at least as many rows as columns.
 
     Both sign(G/κ² − 1) and the inverse root come from the iteration of Newton and Schulz, x ← ½ y (3 − y²), y = α x.
     """
+    largest = 2.0**exponent
     wide, kappa = x.double(), kappa.double()
     one = torch.eye(x.shape[-1], dtype=wide.dtype, device=x.device)
     ratio = (wide.mT @ wide) / kappa.square()
@@ -126,44 +144,30 @@ def _products(x: Tensor, kappa: Tensor, largest: float) -> tuple[Tensor, Tensor]
 
 
 class _Record:
-    """`_products` for one shape, recorded as a CUDA graph."""
+    """`products` for one shape and one power of 2."""
 
-    def __init__(self, x: Tensor, kappa: Tensor, largest: float, place: tuple[torch.device, int]) -> None:
-        self.x, self.kappa = torch.empty_like(x, memory_format=torch.contiguous_format), kappa.clone()
-        self.x.copy_(x)
-        stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            _products(self.x, self.kappa, largest)  # libraries set themselves up in a first run
-            stream.synchronize()
-            pool = _pools.setdefault(place, torch.cuda.graph_pool_handle())
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self.y, self.bound = _products(self.x, self.kappa, largest)
-            self.graph.capture_end()
-        torch.cuda.current_stream(x.device).wait_stream(stream)
+    def __init__(self, x: Tensor, kappa: Tensor, exponent: int) -> None:
+        self.x, self.kappa = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x), kappa.clone()
+        self.replay = Recording(lambda: products(self.x, self.kappa, exponent), x.device)
 
     def __call__(self, x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
         self.x.copy_(x)
         self.kappa.copy_(kappa)
-        self.graph.replay()
-        return self.y.clone(), self.bound
+        y, bound = self.replay()
+        return y.clone(), bound
 
 
 _guesses: dict[tuple[torch.device, torch.Size], int] = {}
 _records: OrderedDict[_Key, _Record] = OrderedDict()
-_pools: dict[tuple[torch.device, int], Any] = {}  # memory that a stream's records share: none runs beside another
 
 
 def _record(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`_products` for (σ/κ)² up to a power of 2, recorded where that pays."""
-    largest = 2.0**exponent
-    if not x.is_cuda or len(x) * x.shape[-1] ** 3 > _RECORD_BELOW:
-        return partial(_products, largest=largest)
-    place = (x.device, torch.cuda.current_stream(x.device).cuda_stream)
-    key = (*place, x.shape, exponent)
+    """`products`, recorded where that pays."""
+    if not worth_recording(x):
+        return partial(products, exponent=exponent)
+    key = (x.device, torch.cuda.current_stream(x.device).cuda_stream, x.shape, exponent)
     if key not in _records:
-        _records[key] = _Record(x, kappa, largest, place)
+        _records[key] = _Record(x, kappa, exponent)
         while len(_records) > _RECORDS:
             _records.popitem(last=False)
     _records.move_to_end(key)
