@@ -380,7 +380,7 @@ def test_parameters_of_one_shape_step_together_as_alone(method: type[espalier.RA
         for optimizer in optimizers:
             optimizer.step()
     for p, q, x in zip(together, alone, start, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=3e-5)
         assert not torch.equal(p, x)
 
 
