@@ -37,9 +37,9 @@ class NuclearNorm(Penalty):
         return self.lam * self.weight * singular.sum()
 
     def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
-        return finish(self.thresholding(x, step))
+        return finish(self.proximal(x, step))
 
-    def thresholding(self, x: Tensor, step: Scalar) -> Reading[Tensor]:
+    def proximal(self, x: Tensor, step: Scalar) -> Reading[Tensor]:
         """`prox`, U max(Σ − step λ, 0) Vᵀ, as a work that others may go on beside; one step, or one for each matrix."""
         kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1).expand(len(x), 1, 1)
         kept = kappa == 0  # x to the bit then

@@ -9,10 +9,9 @@ decomposition in float64. On a GPU the Gram matrix is put through matrix product
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,11 +25,10 @@ _RESOLUTION = 1e-5
 GRAM_BELOW = 1e10
 # n³ times matrices up to which launching the products takes longer than making them
 _RECORD_BELOW = 2**30
+# recordings that are kept, for each thread; more matrices have their products made one by one
 _RECORDS = 128
 # (σ/κ)² is bounded by powers of 2 whose exponents are this far apart: products are recorded anew for each
 _COARSE = 6
-
-_Key: TypeAlias = tuple[torch.device, int, torch.Size, int]
 
 
 def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
@@ -40,17 +38,15 @@ def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
 
 def thresholding(x: Tensor, kappa: Tensor) -> Reading[Tensor]:
     """The same, by a work that others may go on beside."""
-    if x.shape[-2] < x.shape[-1]:
-        transposed = yield from thresholding(x.mT, kappa)
-        return transposed.mT
     if x.dtype == torch.float32 and x.numel():
         y = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
         if y is not None:
             return y
-    return _by_svd(x, kappa)
+    return by_svd(x, kappa)
 
 
-def _by_svd(x: Tensor, kappa: Tensor) -> Tensor:
+def by_svd(x: Tensor, kappa: Tensor) -> Tensor:
+    """The same, whatever κ is."""
     finite = x.isfinite().flatten(1).all(1).reshape(-1, 1, 1) & kappa.isfinite()  # LAPACK raises on others
     # in float64 always: on a GPU the one in float32 is off by 1e-4
     u, s, vt = torch.linalg.svd(torch.where(finite, x, 0.0).double(), full_matrices=False)
@@ -60,6 +56,9 @@ def _by_svd(x: Tensor, kappa: Tensor) -> Tensor:
 
 def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     """X V (1 − κ/σ)₊ Vᵀ, a product of thin factors, from the eigenvalues σ² of the Gram matrix."""
+    if x.shape[-2] < x.shape[-1]:
+        turned = _by_eigenvalues(x.mT, kappa)
+        return None if turned is None else turned.mT
     wide, kappa = x.double(), kappa.double().squeeze(-1)
     gram = wide.mT @ wide
     if not bool(gram.isfinite().all()):
@@ -80,11 +79,11 @@ def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:
     """The same from matrix products alone, which need to know how large (σ/κ)² may be: guessed from the last time."""
     while True:
         exponent = guess(x)
-        y, bound = _record(x, kappa, exponent)(x, kappa)
+        y, bound = _recorded(x, kappa, exponent)(x, kappa)
         size = yield bound
         if not size < GRAM_BELOW:
             return None
-        if learn(x, size) <= exponent:
+        if sufficed(x, exponent, size):
             return y
 
 
@@ -93,14 +92,12 @@ def guess(x: Tensor) -> int:
     return _guesses.get((x.device, x.shape), 2 * _COARSE)
 
 
-def learn(x: Tensor, bound: float) -> int:
-    """What the bound was: the next guess is made of it. Returns the exponent that it needs."""
+def sufficed(x: Tensor, exponent: int, bound: float) -> bool:
+    """Whether that power of 2 was above the bound that was found. The next guess is made of it."""
     needed = math.frexp(bound)[1]
-    spacious = _COARSE * math.ceil(max(needed + 1, 1) / _COARSE)
-    before = guess(x)
-    # some room to grow, lest it go up and down
-    _guesses[x.device, x.shape] = spacious if needed > before else min(before, spacious)
-    return needed
+    enough = _COARSE * math.ceil(max(needed + 1, 1) / _COARSE)  # with room to grow, lest it go up and down
+    _guesses[x.device, x.shape] = enough if needed > exponent else min(exponent, enough)
+    return needed <= exponent
 
 
 def worth_recording(x: Tensor) -> bool:
@@ -110,10 +107,13 @@ def worth_recording(x: Tensor) -> bool:
 
 def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     """X E (1 − κ G^(−½)), E the projector on the eigenvectors of G = XᵀX whose eigenvalues exceed κ², and a bound of
-    the norms of G/κ² − 1 that must not exceed 2^exponent. Each X has at least as many rows as columns.
+    the norms of G/κ² − 1 that must not exceed 2^exponent.
 
     Both sign(G/κ² − 1) and the inverse root come from the iteration of Newton and Schulz, x ← ½ y (3 − y²), y = α x.
     """
+    if x.shape[-2] < x.shape[-1]:
+        y, bound = products(x.mT, kappa, exponent)
+        return y.mT, bound
     largest = 2.0**exponent
     wide, kappa = x.double(), kappa.double()
     one = torch.eye(x.shape[-1], dtype=wide.dtype, device=x.device)
@@ -140,14 +140,15 @@ def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     rank = above.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, 1, 1)
     share = above - torch.bmm(above, inverse)
     share = torch.where(rank < 0.5, 0.0, share)  # exactly zero
-    return torch.bmm(x, share.to(x.dtype)), bound.max()
+    return torch.bmm(wide, share).to(x.dtype), bound.max()  # in float32 it might be done with the digits of TF32
 
 
-class _Record:
-    """`products` for one shape and one power of 2."""
+class _Recorded:
+    """`products` for one shape and one power of 2, recorded."""
 
     def __init__(self, x: Tensor, kappa: Tensor, exponent: int) -> None:
-        self.x, self.kappa = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x), kappa.clone()
+        with torch.inference_mode(False):
+            self.x, self.kappa = x.clone(memory_format=torch.contiguous_format), kappa.clone()
         self.replay = Recording(lambda: products(self.x, self.kappa, exponent), x.device)
 
     def __call__(self, x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,21 +158,24 @@ class _Record:
         return y.clone(), bound
 
 
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.recorded: dict[tuple[torch.device, int, torch.Size, int], _Recorded] = {}
+
+
+_kept = _Kept()
 _guesses: dict[tuple[torch.device, torch.Size], int] = {}
-_records: OrderedDict[_Key, _Record] = OrderedDict()
 
 
-def _record(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _recorded(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """`products`, recorded where that pays."""
-    if not worth_recording(x):
-        return partial(products, exponent=exponent)
-    key = (x.device, torch.cuda.current_stream(x.device).cuda_stream, x.shape, exponent)
-    if key not in _records:
-        _records[key] = _Record(x, kappa, exponent)
-        while len(_records) > _RECORDS:
-            _records.popitem(last=False)
-    _records.move_to_end(key)
-    return _records[key]
+    if worth_recording(x):
+        key = (x.device, torch.cuda.current_stream(x.device).cuda_stream, x.shape, exponent)
+        if key not in _kept.recorded and len(_kept.recorded) < _RECORDS:
+            _kept.recorded[key] = _Recorded(x, kappa, exponent)
+        if key in _kept.recorded:
+            return _kept.recorded[key]
+    return partial(products, exponent=exponent)
 
 
 def _scalings(low: float) -> list[float]:

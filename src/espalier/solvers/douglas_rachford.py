@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import compress
@@ -15,7 +15,15 @@ from torch.linalg import vector_norm
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty
 from espalier.penalties.nuclear_norm import NuclearNorm
-from espalier.penalties.singular_values import GRAM_BELOW, guess, learn, products, thresholding, worth_recording
+from espalier.penalties.singular_values import (
+    GRAM_BELOW,
+    by_svd,
+    guess,
+    products,
+    sufficed,
+    thresholding,
+    worth_recording,
+)
 from espalier.reading import Reading, finish
 from espalier.recording import Recording
 from espalier.solvers.anderson import Anderson
@@ -29,9 +37,9 @@ _RELAXATION = 1.3
 _LEAST_POWER = 0.01
 # Units of rounding of its terms that the residual is not asked to fall below.
 _ROUNDING = 8.0
-# Entries up to which a batch may stay in memory, of which it takes 20 copies, and of all that do.
+# Entries up to which a batch may stay in memory; entries of the rings, half of all, that may in one thread.
 _SETTLE_BELOW = 1 << 20
-_SETTLED_BELOW = 1 << 24
+_SETTLED_BELOW = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class DouglasRachford(Solver):
             if any(done):
                 batch.deliver(done, point)
                 left = [here and not d for here, d in zip(left, done, strict=True)]
-                if not worth_recording(start):  # a smaller batch would have to be recorded, too
+                if not batch.replays:  # a smaller batch would have to be recorded, too
                     batch = batch.only(left)
                     left = [True] * len(batch.v)
             if any(left):
@@ -118,7 +126,7 @@ class DouglasRachford(Solver):
         p = (kappa * size / vector_norm(problem.linear, dim=(1, 2), keepdim=True)).clamp(_LEAST_POWER, 1)
         rho = metric.pow(p).mean((1, 2), keepdim=True).pow(1 / p)
         metric, linear = metric / rho, problem.linear / rho
-        v = torch.addcmul(start - linear, metric, start).contiguous()  # at which X is the start
+        v = torch.addcmul(start - linear, metric, start)  # at which X is the start
         tolerance = as_tensor(self.tolerance.at(problem.t), start) * kappa / rho * size
         # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
         rounding = torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_()
@@ -168,24 +176,28 @@ class _Batch:
     mixing: list[Anderson]
     numbers: list[list[float]]  # ‖s‖, the gap, and the products of the last move with those in the ring
     recordings: dict[int, Recording[Tensor]] | None = None  # of a step, by the power of 2 that bounds (σ/κ)²
+    replays: bool = False  # whether the last step was one of them
 
     def settled(self) -> _Batch:
         """The same in memory that stays from one call to the next, where steps are worth recording."""
         if self.v.dtype != torch.float32 or self.v.numel() > _SETTLE_BELOW or not worth_recording(self.v):
             return self
         key = (self.v.device, torch.cuda.current_stream(self.v.device).cuda_stream, self.points.shape)
-        if key in _settled:
-            there = _settled[key]
+        there = _kept.settled.get(key)
+        if there is None:
+            if _kept.entries + self.points.numel() > _SETTLED_BELOW:
+                return self
+            _kept.entries += self.points.numel()
+            with torch.inference_mode(False):
+                own: dict[str, Any] = {k: x.clone() for k, x in vars(self).items() if isinstance(x, Tensor)}
+            there = _kept.settled[key] = replace(self, **own, recordings={})
+        else:
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
                     getattr(there, name).copy_(value)
                 elif name != "recordings":
                     setattr(there, name, value)
-        else:
-            there = _settled[key] = replace(self, start=self.start.clone(), recordings={})
-            while sum(batch.v.numel() for batch in _settled.values()) > _SETTLED_BELOW:
-                _settled.popitem(last=False)
-        _settled.move_to_end(key)
+        there.replays = True
         return there
 
     def only(self, which: list[bool]) -> _Batch:
@@ -199,7 +211,7 @@ class _Batch:
                 parts[name] = value[here]
             elif isinstance(value, list):
                 parts[name] = list(compress(value, which))
-        return _Batch(**parts)
+        return _Batch(**{**parts, "recordings": None, "replays": False})
 
     def deliver(self, which: list[bool], point: Tensor) -> None:
         """Copy some of the Z to where the solution is wanted."""
@@ -215,7 +227,7 @@ class _Batch:
         numbers = None if self.recordings is None else (yield from self._replay(self.recordings))
         if numbers is None:
             y = self._reflected()
-            z = yield from thresholding(y, self.kappa)
+            z = (yield from thresholding(y, self.kappa)) if self.recordings is None else by_svd(y, self.kappa)
             numbers = yield self._go(y, z)
         self.numbers = numbers
         done = []
@@ -232,18 +244,15 @@ class _Batch:
                 recordings[exponent] = Recording(partial(self._record, exponent), self.v.device)
             found: list[list[float]] = yield recordings[exponent]()
             bound = found.pop()[0]
-            if not bound < GRAM_BELOW:
+            self.replays = bound < GRAM_BELOW
+            if not self.replays:
                 return None
-            if learn(self.v, bound) <= exponent:
+            if sufficed(self.v, exponent, bound):
                 return found
 
     def _record(self, exponent: int) -> Tensor:
         y = self._reflected()
-        if y.shape[-2] < y.shape[-1]:
-            z, bound = products(y.mT, self.kappa, exponent)
-            z = z.mT
-        else:
-            z, bound = products(y, self.kappa, exponent)
+        z, bound = products(y, self.kappa, exponent)
         numbers = self._go(y, z)
         return torch.cat((numbers, bound.to(numbers.dtype).expand(1, numbers.shape[1])))
 
@@ -262,16 +271,16 @@ class _Batch:
         # Q(Z) ≤ Q(start) where this is not negative: Q(start) − Q(Z) ≥ <s, Δ> + ½ <Δ, H Δ>, Δ = start − Z, s ∈ ∂Q(Z)
         delta = self.start - z
         gap = torch.addcmul(subgradient + 0.5 * delta, self.stiffness, delta, value=0.5).mul_(delta)
-        angles = self.moves.flatten(2) @ move.flatten(1).unsqueeze(-1)
-        return torch.cat((residual, gap.sum((1, 2), keepdim=True), angles), 1).squeeze(-1)
+        angles = (self.moves * move.unsqueeze(1)).sum((2, 3))  # a matrix product might have the digits of TF32
+        return torch.cat((residual.flatten(1), gap.sum((1, 2)).unsqueeze(1), angles), 1)
 
     def mix(self, slot: int) -> None:
         """V ← Σ c_i V_i, or back to the best V."""
         judged = [m.add(slot, row[0], row[2:]) for m, row in zip(self.mixing, self.numbers, strict=True)]
         _copy([better for better, _ in judged], self.points[:, slot], self.best)
         memory = self.points.shape[1]
-        weights = torch.tensor([[m.weights(slot, memory)] for m in self.mixing], dtype=self.v.dtype)
-        torch.bmm(weights.to(self.v.device), self.points.flatten(2), out=self.v.view(len(self.v), 1, -1))
+        weights = torch.tensor([m.weights(slot, memory) for m in self.mixing], dtype=self.v.dtype).to(self.v.device)
+        torch.sum(weights[:, :, None, None] * self.points, 1, out=self.v)
         _copy([stray for _, stray in judged], self.best, self.v)
 
 
@@ -283,4 +292,10 @@ def _copy(which: list[bool], source: Tensor, there: Tensor) -> None:
         there.copy_(torch.where(torch.tensor(which, device=there.device).reshape(-1, 1, 1), source, there))
 
 
-_settled: OrderedDict[tuple[torch.device, int, torch.Size], _Batch] = OrderedDict()
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.settled: dict[tuple[torch.device, int, torch.Size], _Batch] = {}
+        self.entries = 0
+
+
+_kept = _Kept()
