@@ -283,6 +283,21 @@ def test_only_a_dense_run_of_the_same_settings_stands_beside(tmp_path: Path) -> 
     assert rows[0]["parameters"] == rows[1]["parameters"] >= rows[2]["parameters"]
 
 
+def test_latency_is_of_as_large_a_batch_as_wanted(tmp_path: Path) -> None:
+    job = small.job("mnist-logreg", tmp_path)
+    run = train(job, Silent())
+    there = run.facts["data"]["test"]
+    assert there > 16
+    for batch, seen in ((None, 16), (5, 5), (10**9, there)):
+        shrink_run(run.path, batch=batch)
+        assert json.loads((run.path / "shrunk.json").read_text())["batch"] == seen
+    assert f"Latency measured on cpu, batches of {there}." in write_report([run.path], tmp_path / "p.html").read_text()
+    moved = job.data.rename(tmp_path / "elsewhere")
+    with pytest.raises(Problem, match="name --data"):
+        shrink_run(run.path, batch=5)
+    shrink_run(run.path, batch=5, data=moved)
+
+
 def test_other_penalties_report_too(tmp_path: Path) -> None:
     run = train(small.job("digits", tmp_path, changes=("penalty=l1", "methods.ramda.lam=0.01")), Silent())
     assert run.facts["structure"] == "element_sparsity"
