@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -162,10 +161,8 @@ def test_a_run_killed_at_any_moment_ends_the_same(tmp_path: Path) -> None:
 def launched(where: Path, name: str, changes: tuple[str, ...], out: str) -> Run:
     """A run by two processes, started as `accelerate launch` starts them for several GPUs."""
     job = small.job(name, where, changes=changes)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    # standalone: it takes a free port, and keeps it
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     command += ["-m", "espalier.app.cli", "train", name, f"--data={job.data}", "--device=cpu", f"--out={out}"]
     command += [f"--set={change}" for change in (*small.SHORT, *small.NARROW[name], *changes)]
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=120)
