@@ -1,6 +1,9 @@
-"""Tests work on tensors too small for two threads to help, and beside other jobs the second one only waits."""
+"""Tests work on tensors too small for two threads to help, and beside other workers the second one only waits."""
 
 import os
+
+# before torch and NumPy are imported, here and in the commands that tests start
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -162,10 +161,8 @@ def test_a_run_killed_at_any_moment_ends_the_same(tmp_path: Path) -> None:
 def launched(where: Path, name: str, changes: tuple[str, ...], out: str) -> Run:
     """A run by two processes, started as `accelerate launch` starts them for several GPUs."""
     job = small.job(name, where, changes=changes)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    # standalone: it takes a free port, and keeps it
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     command += ["-m", "espalier.app.cli", "train", name, f"--data={job.data}", "--device=cpu", f"--out={out}"]
     command += [f"--set={change}" for change in (*small.SHORT, *small.NARROW[name], *changes)]
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=120)
@@ -281,6 +278,21 @@ def test_only_a_dense_run_of_the_same_settings_stands_beside(tmp_path: Path) -> 
     rows = json.loads((run.path / "shrunk.json").read_text())["rows"]
     assert [x["name"] for x in rows] == ["dense", "structured", "shrunk"]
     assert rows[0]["parameters"] == rows[1]["parameters"] >= rows[2]["parameters"]
+
+
+def test_latency_is_of_as_large_a_batch_as_wanted(tmp_path: Path) -> None:
+    job = small.job("mnist-logreg", tmp_path)
+    run = train(job, Silent())
+    there = run.facts["data"]["test"]
+    assert there > 16
+    for batch, seen in ((None, 16), (5, 5), (10**9, there)):
+        shrink_run(run.path, batch=batch)
+        assert json.loads((run.path / "shrunk.json").read_text())["batch"] == seen
+    assert f"Latency measured on cpu, batches of {there}." in write_report([run.path], tmp_path / "p.html").read_text()
+    moved = job.data.rename(tmp_path / "elsewhere")
+    with pytest.raises(Problem, match="name --data"):
+        shrink_run(run.path, batch=5)
+    shrink_run(run.path, batch=5, data=moved)
 
 
 def test_other_penalties_report_too(tmp_path: Path) -> None:

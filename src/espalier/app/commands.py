@@ -150,6 +150,7 @@ def shrink(
     data: DataDir = None,
     gather: Annotated[Gather, typer.Option(help="Whether layers may select some of their inputs.")] = "auto",
     align: Annotated[int, typer.Option(min=1, help="Keep numbers of channels at multiples of this.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Time batches of so many test examples.")] = None,
     device: Annotated[str, typer.Option(help="Where it is checked and timed: auto, cpu, cuda or cuda:1.")] = "cpu",
 ) -> None:
     """Take what is zero out of a run's model, check that the rest computes the same, and save it in RUN/shrunk."""
@@ -159,7 +160,8 @@ def shrink(
 
     root, hub = where_data_are(data)
     with console.status("Shrinking and checking ..."):
-        shrunk = shrink_run(run, data=root, hub=hub, gather=gather, align=align, device=find_device(device))
+        where = find_device(device)
+        shrunk = shrink_run(run, data=root, hub=hub, gather=gather, align=align, batch=batch, device=where)
     console.print(str(shrunk.report), soft_wrap=True)
     console.print(f"Saved in {run / 'shrunk'}\nReport: {write_report([run], run / 'report.html')}", soft_wrap=True)
 

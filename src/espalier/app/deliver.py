@@ -98,21 +98,27 @@ def shrink_run(
     hub: bool = False,
     gather: Literal["auto", "always", "never"] = "auto",
     align: int = 1,
+    batch: int | None = None,
     device: torch.device = CPU,
 ) -> espalier.Shrunk:
     """Shrink a run's model, save it beside, and write the table of dense, structured and shrunk.
 
     Where the data are at hand both models are evaluated on them; elsewhere the table has what training saw. All of it
-    happens on the device, latency included.
+    happens on the device, latency included. It is that of a batch of examples saved with the run, or of so many others.
     """
     found = open_delivered(path, device)
+    task = _task(found, data, hub)
+    examples = found.examples
+    if batch is not None:
+        if task is None:
+            raise Problem("--batch takes examples from the test data, which are not where they were: name --data")
+        examples = task.examples(batch)
     try:
-        shrunk = espalier.shrink(found.model, found.examples, gather=gather, align=align)
+        shrunk = espalier.shrink(found.model, examples, gather=gather, align=align)
     except espalier.ShrinkError as error:
         raise Problem(f"{path} can't be shrunk: {one_line(error)}") from error
     espalier.save(shrunk.model, found.shrunk)
     metric = found.run.facts["metric"]
-    task = _task(found, data, hub)
     dense = _dense_beside(found.run)
     rows = []
     if dense is not None:  # of the same shape as the structured one, and measured with it
@@ -128,7 +134,8 @@ def shrink_run(
         structure = last.get("structure") if name == "structured" else None
         rows.append(_row(name, quality, structure, sizes.parameters, sizes.bytes, sizes.ms))
     difference = shrunk.report.difference and shrunk.report.difference.largest
-    found.run.write_json("shrunk.json", {"rows": rows, "difference": difference, "device": device.type})
+    told = {"difference": difference, "device": device.type, "batch": len(examples[0])}
+    found.run.write_json("shrunk.json", {"rows": rows, **told})
     return shrunk
 
 

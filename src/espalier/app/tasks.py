@@ -117,9 +117,9 @@ class Task(ABC):
         finally:
             model.train()
 
-    def examples(self) -> Batch:
+    def examples(self, count: int | None = None) -> Batch:
         """Inputs to trace the model with."""
-        return self.arguments(next(iter(self.data.test.batches(min(self.shown, len(self.data.test))))))
+        return self.arguments(next(iter(self.data.test.batches(min(count or self.shown, len(self.data.test))))))
 
     def arguments(self, batch: Batch) -> Batch:
         """What the model is called with for a batch."""

@@ -134,7 +134,7 @@ def _shrunk(runs: list[Run]) -> str:
     worst = max(
         (run.shrunk.difference for run in done if run.shrunk and run.shrunk.difference is not None), default=None
     )
-    devices = ", ".join(dict.fromkeys(run.shrunk.device for run in done if run.shrunk and run.shrunk.device))
+    devices = "; ".join(dict.fromkeys(run.shrunk.timed for run in done if run.shrunk and run.shrunk.device))
     told = f"Largest difference of an output: {words.number(worst, 2)}. " if worst is not None else ""
     told += f"Latency measured on {devices}." if devices else ""
     return f'{tables.shrunk(runs)}<p class="soft">{escape(told)}</p>'

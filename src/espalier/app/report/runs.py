@@ -114,6 +114,12 @@ class Shrunk(Part):
     rows: list[Row]
     difference: float | None = None
     device: str = ""
+    batch: int | None = None
+
+    @property
+    def timed(self) -> str:
+        """What latency was measured on."""
+        return self.device + (f", batches of {self.batch}" if self.batch else "")
 
     def row(self, name: str) -> Row | None:
         """The model of that name, if it is there."""
