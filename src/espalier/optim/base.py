@@ -316,7 +316,7 @@ class StructuredOptimizer(Optimizer, ABC):
         z is recomputed from the optimizer's state, so nothing is kept for it during training. Where the method puts z
         into the weights anyway (ProxSGD, ProxGen, ProxSSI) nothing happens. Right after a restart there is no z yet,
         and the weights stay: look before the schedule's step, not after. An iterative solver may end elsewhere, within
-        its tolerance, than it did in the step.
+        its tolerance, than it did in the step; matrices that step in a batch may round otherwise alone.
         """
         if self._in_structured:
             yield self
