@@ -142,6 +142,7 @@ def report(
     """Write one HTML page about runs: quality and structure over epochs, layer by layer, and what shrinking gained."""
     from espalier.app.report import write_report
 
+    runs = [path for path in runs if not path.is_file()] or runs  # of all that is beside runs, pages are no runs
     found = [run for path in runs for run in _runs_in(path)]
     # one run's page lies in it, that of several in the directory that they share
     shared = runs[0] if len(runs) == 1 else Path(os.path.commonpath([path.absolute() for path in runs]))
