@@ -55,14 +55,10 @@ TASKS: dict[str, tuple[str, Callable[[Path], None], int]] = {  # data, how to ma
 }
 
 
-def prepared(name: str, method: str, data: Path, out: Path, device: str, precision: str, peer: str) -> Training:
-    """A training that is ready for its first step."""
-    changes = ["unit=steps", "length=1000000", "milestones=[500000]", f"mixed_precision={precision}"]
-    if peer == "adamw":
-        changes.append(ADAMW)
-    job = Job(name, cookbook.load(name, changes).only(method), method, 0, out, data, device=device)
-    accelerator = make_accelerator(job)
-    return Training(job, Run(out), accelerator, Silent())
+def prepared(name: str, method: str, changes: list[str], data: Path, device: str) -> Training:
+    """A training that is ready for its first step, and writes nothing."""
+    job = Job(name, cookbook.load(name, changes).only(method), method, 0, Path(), data, device=device)
+    return Training(job, Run(Path()), make_accelerator(job), Silent())
 
 
 def timed(training: Training, steps: int, device: torch.device) -> float:
@@ -105,10 +101,11 @@ def main() -> None:
                 data.mkdir()
                 make(data)
             for precision in args.precisions:
-                trainings = {
-                    m: prepared(name, m, Path(scratch), Path(scratch) / "run", args.device, precision, args.peer)
-                    for m in ("dense", *args.methods)
-                }
+                changes = ["unit=steps", "length=1000000", "milestones=[500000]", f"mixed_precision={precision}"]
+                if args.peer == "adamw":
+                    changes.append(ADAMW)
+                methods = ("dense", *args.methods)
+                trainings = {m: prepared(name, m, changes, Path(scratch), args.device) for m in methods}
                 ms = measure(trainings, steps, args.rounds, device)
                 # each turn against the peer's of the same turn: what slows the machine slows both
                 for method, seen in ms.items():

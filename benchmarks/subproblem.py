@@ -17,14 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from loop import prepared
 from report import report
 
 import espalier
 from espalier.app import cookbook
 from espalier.app.loop import Training
-from espalier.app.machine import clock, make_accelerator
-from espalier.app.progress import Silent
-from espalier.app.run import Job, Run
+from espalier.app.machine import clock
 from espalier.optim.base import StructuredOptimizer
 from espalier.solvers import proximal_gradient
 
@@ -49,13 +48,13 @@ def looking() -> Iterator[None]:
         proximal_gradient.may_branch = real
 
 
-def prepared(name: str, changes: list[str], data: Path, device: str) -> Training:
+def solving(name: str, changes: list[str], data: Path, device: str) -> Training:
+    """A training by that solver."""
     method = "dense" if name == "dense" else "ramda"
     solver = SOLVERS[name]
     if solver is not None:  # the recipe's own word for it: such steps are not replayed as a CUDA graph
         changes = [*changes, "methods.ramda.solver={name: pg}"]
-    job = Job(RECIPE, cookbook.load(RECIPE, changes).only(method), method, 0, Path(), data, device=device)
-    training = Training(job, Run(Path()), make_accelerator(job), Silent())
+    training = prepared(RECIPE, method, changes, data, device)
     if solver is not None:
         for group in training.optimizer.param_groups:
             group["solver"] = solver
@@ -75,15 +74,15 @@ def diagnosed(training: Training) -> tuple[float, float]:
     for group in optimizer.param_groups:
         if group["penalty"] is not None:
             for p in group["params"]:
-                # λ √(entries of a group) for each group: together λ √(entries)
-                size += group["penalty"].lam ** 2 * p.numel()
+                # τ λ √(entries of a group) for each group: together τ λ √(entries); τ is α_t
+                size += (float(optimizer.state[p]["alpha"]) * group["penalty"].lam) ** 2 * p.numel()
     left = sum(s.residual**2 for s in solves) ** 0.5 / size**0.5
     return statistics.mean(s.iterations for s in solves), left
 
 
 def run(name: str, changes: list[str], data: Path, device: str, every: int) -> dict[str, object]:
     """Train to the end."""
-    training = prepared(name, changes, data, device)
+    training = solving(name, changes, data, device)
     total, seconds, steps = training.plan.total, 0.0, 0
     iterations: list[float] = []
     residuals: list[float] = []
@@ -111,7 +110,7 @@ def run(name: str, changes: list[str], data: Path, device: str, every: int) -> d
         "ms a step": 1000 * seconds / steps,
         "seconds an epoch": seconds / steps * training.parts,
         "accuracy %": seen["accuracy"],
-        "sparsity %": seen.get("weighted_group_sparsity", 0.0),
+        "sparsity %": seen.get("structure", 0.0),
         "iterations": statistics.mean(iterations) if iterations else 0.0,
         "residual": statistics.median(residuals) if residuals else 0.0,
     }

@@ -18,14 +18,14 @@ def first_block() -> str:
 
 def test_the_example_runs_and_structures(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text("import torch\ntorch.manual_seed(0)\n" + first_block())
+    script.write_text(first_block())
     run = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=True)
     found = re.search(r"weighted group sparsity ([\d.]+)%", run.stdout)
     accuracy = re.search(r"accuracy ([\d.]+)%", run.stdout)
     assert found is not None
     assert accuracy is not None
     assert float(found[1]) > 30
-    assert float(accuracy[1]) > 85
+    assert float(accuracy[1]) > 94
 
 
 def test_the_demo(tmp_path: Path) -> None:

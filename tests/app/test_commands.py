@@ -44,7 +44,9 @@ def test_from_training_to_a_file_that_runs_anywhere(capfd: pytest.CaptureFixture
     out = capfd.readouterr().out
     assert re.search(r"accuracy [\d.]+ %, weighted group sparsity [\d.]+ %", out)
     assert call("shrink", "runs/digits/ramda-0", "--batch=3") == 0
-    assert "largest difference" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "largest difference" in out
+    assert "of 3 examples at a time" in out
     assert call("export", "runs/digits/ramda-0") == 0
     assert "the shrunk model" in capfd.readouterr().out
     assert call("export", "runs/digits/ramda-0", "--format=pt2", "--out=small.pt2") == 0
@@ -71,6 +73,14 @@ def test_compare_trains_all_methods_and_keeps_what_is_done(capfd: pytest.Capture
     assert Path("runs/digits/ramda-0/model.safetensors").stat().st_mtime_ns == before
     assert call("report", "runs/digits") == 0
     assert "seed" in Path("runs/digits/report.html").read_text()
+    Path("runs/digits/report.html").unlink()
+    Path("runs/digits/ramda-0/report.html").write_text("about this run")
+    assert call("report", "runs/digits/ramda-0", "runs/digits/dense-1") == 0
+    assert "2 runs of 2 methods" in Path("runs/digits/report.html").read_text()
+    assert Path("runs/digits/ramda-0/report.html").read_text() == "about this run"
+    assert call("report", *map(str, Path("runs/digits").iterdir())) == 0  # as the shell writes *, pages and all
+    assert "4 runs of 2 methods" in Path("runs/digits/report.html").read_text()
+    assert call("report", "runs/digits/report.html") == 2
 
 
 def test_lists(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -211,7 +221,11 @@ def test_a_checkpoint_of_another_recipe(tmp_path: Path, capfd: pytest.CaptureFix
         assert_one_line(capfd.readouterr().err, r"b/checkpoint.pt")
     Path("b/checkpoint.pt").write_bytes(b"no checkpoint at all")
     assert call(*TRAIN, "--out=b", "--resume") == 2
-    assert_one_line(capfd.readouterr().err, r"can't read the checkpoint b/checkpoint.pt")
+    assert_one_line(capfd.readouterr().err, r"can't read b/checkpoint.pt: it is damaged. Delete it to begin")
+    Path("b/checkpoint.pt").unlink()
+    Path("b/checkpoint.pt").mkdir()  # whatever the system says of a file is no damage
+    assert call(*TRAIN, "--out=b", "--resume") == 2
+    assert_one_line(capfd.readouterr().err, r"b/checkpoint.pt: Is a directory")
 
 
 def test_damaged_runs_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:

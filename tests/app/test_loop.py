@@ -264,6 +264,8 @@ def test_runs_on_other_data_are_not_taken_for_the_same(tmp_path: Path) -> None:
     other = replace(job, data=tiny.make("mnist", tmp_path / "elsewhere"))
     with pytest.raises(Problem, match=r"another run, with --data = .*data instead of .*elsewhere"):
         train(other, Silent(), resume=True)
+    with pytest.raises(Problem, match=r"--data .*nowhere: there is no such directory"):
+        train(replace(job, data=tmp_path / "nowhere"), Silent(), resume=True)
 
 
 def test_only_a_dense_run_of_the_same_settings_stands_beside(tmp_path: Path) -> None:

@@ -51,8 +51,12 @@ def load(path: Path, accelerator: Accelerator, parts: dict[str, Any]) -> Positio
     """Take all parts back to where a checkpoint was written."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:  # it may be whole, and not ours to read
+        raise
     except Exception as error:
-        raise Problem(f"can't read the checkpoint {path}: {one_line(error)}") from error
+        raise Problem(
+            f"can't read {path}: it is damaged. Delete it to begin the run anew ({one_line(error)})"
+        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise Problem(f"{path} is no checkpoint of this version of espalier")
     try:

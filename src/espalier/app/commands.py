@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -135,13 +137,16 @@ def compare(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, or a directory of such.")],
-    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first directory unless given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; report.html beside the runs unless given.")] = None,
 ) -> None:
     """Write one HTML page about runs: quality and structure over epochs, layer by layer, and what shrinking gained."""
     from espalier.app.report import write_report
 
+    runs = [path for path in runs if not path.is_file()] or runs  # of all that is beside runs, pages are no runs
     found = [run for path in runs for run in _runs_in(path)]
-    console.print(str(write_report(found, out or runs[0] / "report.html")), soft_wrap=True)
+    # one run's page lies in it, that of several in the directory that they share
+    shared = runs[0] if len(runs) == 1 else Path(os.path.commonpath([path.absolute() for path in runs]))
+    console.print(str(write_report(found, out or shared / "report.html")), soft_wrap=True)
 
 
 @app.command()
@@ -163,6 +168,8 @@ def shrink(
         where = find_device(device)
         shrunk = shrink_run(run, data=root, hub=hub, gather=gather, align=align, batch=batch, device=where)
     console.print(str(shrunk.report), soft_wrap=True)
+    count = json.loads((run / "shrunk.json").read_text())["batch"]
+    console.print(f"FLOPs and ms are of {count} examples at a time.", soft_wrap=True)
     console.print(f"Saved in {run / 'shrunk'}\nReport: {write_report([run], run / 'report.html')}", soft_wrap=True)
 
 

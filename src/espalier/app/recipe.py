@@ -179,7 +179,8 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
         if sorted(set(self.milestones)) != self.milestones or self.milestones[-1:] >= [self.length]:
-            raise ValueError(f"milestones must increase and end before the length {self.length}: {self.milestones}")
+            wrong = f"milestones must increase and end before the length {self.length}: {self.milestones}"
+            raise ValueError(f"{wrong} (scale shortens both)")
         if self.batch % self.accumulate:
             raise ValueError(f"batch {self.batch} can't be cut into accumulate = {self.accumulate} equal parts")
         unknown(self.paper, self.methods, "method (in paper)")

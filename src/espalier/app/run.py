@@ -165,6 +165,8 @@ def _same(run: Run, job: Job) -> None:
     now = {**_flat(job.settings), "--data": job.data_root}
     for key in sorted(was.keys() | now.keys(), key=lambda k: (k != "recipe", k != "method", k != "seed", k)):
         if was.get(key) != now.get(key):
+            if key == "--data" and job.data is not None and not job.data.is_dir():  # a slip, not another run
+                raise Problem(f"--data {job.data}: there is no such directory")
             raise Problem(
                 f"{run.path} holds another run, with {key} = {was.get(key)} instead of {now.get(key)}: "
                 "name another --out"

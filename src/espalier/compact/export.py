@@ -156,7 +156,7 @@ def export(
         save(model, path)
         return path
     if format == "onnx" and (missing := [p for p in PACKAGES if importlib.util.find_spec(p) is None]):
-        raise ImportError(f"ONNX needs {' and '.join(missing)}: pip install {' '.join(PACKAGES)}")
+        raise ImportError(f'ONNX needs {" and ".join(missing)}: pip install "torch-espalier[onnx]"')
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory, and {format} is a file. Give the name of a file in it.")
     inputs = _arguments(example_inputs)

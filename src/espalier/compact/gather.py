@@ -56,7 +56,7 @@ def gather_inputs(
             if after > _GAIN * before:
                 layer._gathered = len(here), len(index)
                 why = f"reads {len(index)} of {len(here)} channels; selecting them was not faster"
-                why = f"{why} ({before:.3g} ms without, {after:.3g} with; gather always does it)"
+                why = f'{why} ({before:.3g} ms without, {after:.3g} with): gather="always" does it'
                 trace.kept.setdefault(reader.module, why)
                 continue
         kept.narrow(reader.weight, dim, index)

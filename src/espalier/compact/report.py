@@ -131,9 +131,10 @@ class ShrinkReport:
             if lines:
                 parts.append("\n".join((f"{head}:", *(f"  {line}" for line in lines))))
         if self.small.parameters == self.dense.parameters:
+            why = "See what was kept, and why. " if self.kept else ""
             parts.append(
-                "Nothing was removed. Where no channel is zero for all that read it: weights of RAMDA and RMDA have\n"
-                "zeros at the structured point, so shrink inside optimizer.structured(); or λ is too small yet."
+                f"Nothing was removed. {why}Where no channel is zero for all that read it: λ may be too small yet;\n"
+                "and while RAMDA and RMDA train, only their structured point has zeros (optimizer.structured())."
             )
         if self.difference is not None:
             parts.append(str(self.difference))
