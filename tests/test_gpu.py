@@ -163,6 +163,25 @@ def test_the_kernels_agree_with_float64(
             assert ((p.cpu() - q) * ((p.cpu() == 0) != (q == 0))).norm() <= 1e-5 * size
 
 
+def test_matrices_of_several_shapes_are_solved_side_by_side_as_alone() -> None:
+    """On streams of their own; two of one shape in one batch, which may round otherwise."""
+    torch.manual_seed(0)
+    shapes = ((96, 64), (64, 64), (40, 64), (40, 64), (16, 10))
+    start = [torch.randn(s, device="cuda") for s in shapes]
+    together = [nn.Parameter(x.clone()) for x in start]
+    alone = [nn.Parameter(x.clone()) for x in start]
+    penalty = espalier.NuclearNorm(0.3)
+    optimizers = [espalier.RAMDA([{"params": ps, "penalty": penalty}]) for ps in (together, *([p] for p in alone))]
+    for _ in range(8):
+        for p, q in zip(together, alone, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(together, alone, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_optimizer
 def test_a_captured_step_replays_through_stages(case: OptimizerCase, dtype: torch.dtype) -> None:

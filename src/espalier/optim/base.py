@@ -212,7 +212,8 @@ class StructuredOptimizer(Optimizer, ABC):
                 self._new_state(group, p)
         if fused := self._kernels(group):
             left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
-        if group["penalty"] and self._solver(group).batches and self._diagnostics is None:
+        penalty = group["penalty"]
+        if penalty and self._solver(group).batches(penalty) and self._diagnostics is None:
             update_together(self, group, left, finite)
         else:
             names = dict(named(group, number)) if left else {}
@@ -286,7 +287,7 @@ class StructuredOptimizer(Optimizer, ABC):
             x["grad"] = grad
         groups = self._partition(group, p)
         penalty = group["penalty"]
-        if self.anchored and penalty is not None and self._solver(group).batches:
+        if self.anchored and penalty is not None and self._solver(group).resumes:
             # its iterations begin at the last z, not at the weights that lag behind it
             if "point" not in state:
                 state["point"] = x["weight"].clone()
@@ -315,7 +316,7 @@ class StructuredOptimizer(Optimizer, ABC):
         z is recomputed from the optimizer's state, so nothing is kept for it during training. Where the method puts z
         into the weights anyway (ProxSGD, ProxGen, ProxSSI) nothing happens. Right after a restart there is no z yet,
         and the weights stay: look before the schedule's step, not after. An iterative solver may end elsewhere, within
-        its tolerance, than it did in the step.
+        its tolerance, than it did in the step; matrices that step in a batch may round otherwise alone.
         """
         if self._in_structured:
             yield self
@@ -395,7 +396,7 @@ class StructuredOptimizer(Optimizer, ABC):
         state |= {k: torch.empty_like(p, dtype=dtype).copy_(source[k]) for k in self._buffers(group)}
         if dtype != p.dtype:
             state["master"] = torch.empty_like(p, dtype=dtype).copy_(source.get("master", p))
-        # where iterations begin: each group's norm in the kernels, the last z in a solver that batches
+        # where iterations begin: each group's norm in the kernels, the last z in a solver that resumes
         if "radius" in source:
             state["radius"] = source["radius"].to(p.device, torch.float32, copy=True)
         if "point" in source:

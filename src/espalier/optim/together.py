@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from espalier.optim.arithmetic import average
 from espalier.optim.checkpoint import Group
 from espalier.partition import Partition
+from espalier.reading import Reading, side_by_side
 from espalier.subproblem import Subproblem, together
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class _Turn:
 
 
 def update_together(optimizer: StructuredOptimizer, group: Group, params: list[Tensor], finite: Tensor | bool) -> None:
-    """A step for parameters whose subproblems are solved in batches, one for each shape."""
+    """A step for parameters whose subproblems are solved in batches, one for each shape, side by side."""
     batches: dict[Any, list[_Turn]] = defaultdict(list)
     for p in params:
         clock = optimizer._tick(optimizer._read_clock(optimizer.state[p]), group)
@@ -44,17 +45,27 @@ def update_together(optimizer: StructuredOptimizer, group: Group, params: list[T
         problem = optimizer._pose(x, clock, group).split(groups)
         turn = _Turn(p, clock, x, before, problem, groups, groups.split(x.get("point", x["weight"])))
         batches[p.device, x["weight"].dtype, groups.shape[1:]].append(turn)
-    for batch in batches.values():
-        most = max(1, _TOGETHER // batch[0].start.numel())
-        for turns in (batch[i : i + most] for i in range(0, len(batch), most)):
-            _solve_together(optimizer, group, turns, finite)
+    works: list[Reading[None]] = []
+    entries, where = 0, None
+    for (device, *_), batch in batches.items():
+        size = batch[0].start.numel()
+        most = max(1, _TOGETHER // size)
+        for i in range(0, len(batch), most):
+            turns = batch[i : i + most]
+            if where != device or entries + len(turns) * size > _TOGETHER:
+                side_by_side(works, where)
+                works, entries, where = [], 0, device
+            works.append(_solve_together(optimizer, group, turns, finite))
+            entries += len(turns) * size
+    side_by_side(works, where)
 
 
-def _solve_together(optimizer: StructuredOptimizer, group: Group, turns: list[_Turn], finite: Tensor | bool) -> None:
+def _solve_together(
+    optimizer: StructuredOptimizer, group: Group, turns: list[_Turn], finite: Tensor | bool
+) -> Reading[None]:
     start = torch.cat([t.start for t in turns])
-    whole = replace(turns[0].groups, shape=tuple(start.shape))
     problem = together([t.problem for t in turns])
-    solution = optimizer._solver(group).solve(problem, group["penalty"], whole, start)
+    solution = yield from optimizer._solver(group).solving(problem, group["penalty"], start)
     for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
         z = t.groups.merge(point, t.x["weight"].shape)
         if "point" in t.x:

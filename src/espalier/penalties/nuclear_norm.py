@@ -11,7 +11,8 @@ from torch import Tensor
 from espalier.checks import check_number
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty, Structure
-from espalier.penalties.singular_values import threshold_singular_values
+from espalier.penalties.singular_values import thresholding
+from espalier.reading import Reading, finish
 from espalier.subproblem import Scalar, as_tensor
 
 
@@ -36,10 +37,13 @@ class NuclearNorm(Penalty):
         return self.lam * self.weight * singular.sum()
 
     def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
-        # U max(Σ − step λ, 0) Vᵀ
+        return finish(self.proximal(x, step))
+
+    def proximal(self, x: Tensor, step: Scalar) -> Reading[Tensor]:
+        """`prox`, U max(Σ − step λ, 0) Vᵀ, as a work that others may go on beside; one step, or one for each matrix."""
         kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1).expand(len(x), 1, 1)
         kept = kappa == 0  # x to the bit then
-        y = threshold_singular_values(x, torch.where(kept, 1.0, kappa))
+        y = yield from thresholding(x, torch.where(kept, 1.0, kappa))
         return torch.where(kept, x, y)
 
     def structure(self, x: Tensor, groups: Partition) -> Structure:

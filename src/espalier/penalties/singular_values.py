@@ -9,38 +9,44 @@ decomposition in float64. On a GPU the Gram matrix is put through matrix product
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from espalier.reading import Reading, finish
+from espalier.recording import Recording
+
 # A singular value so near κ, relative to κ, may count as above or below it.
 _RESOLUTION = 1e-5
 # (σ_max / κ)² up to which the Gram matrix is precise enough
-_GRAM_BELOW = 1e10
-# n³ times matrices up to which launching the products takes longer than making them: they are then recorded once, and
-# replayed as one
+GRAM_BELOW = 1e10
+# n³ times matrices up to which launching the products takes longer than making them
 _RECORD_BELOW = 2**30
+# recordings that are kept, for each thread; more matrices have their products made one by one
 _RECORDS = 128
-
-_Key: TypeAlias = tuple[torch.device, int, torch.Size, int]
+# (σ/κ)² is bounded by powers of 2 whose exponents are this far apart: products are recorded anew for each
+_COARSE = 6
 
 
 def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
     """U max(Σ − κ, 0) Vᵀ of each matrix of x (L, m, n), κ (L, 1, 1) above 0; NaN where one is not finite."""
-    if x.shape[-2] < x.shape[-1]:
-        return threshold_singular_values(x.mT, kappa).mT
+    return finish(thresholding(x, kappa))
+
+
+def thresholding(x: Tensor, kappa: Tensor) -> Reading[Tensor]:
+    """The same, by a work that others may go on beside."""
     if x.dtype == torch.float32 and x.numel():
-        y = _by_products(x, kappa) if x.is_cuda else _by_eigenvalues(x, kappa)
+        y = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
         if y is not None:
             return y
-    return _by_svd(x, kappa)
+    return by_svd(x, kappa)
 
 
-def _by_svd(x: Tensor, kappa: Tensor) -> Tensor:
+def by_svd(x: Tensor, kappa: Tensor) -> Tensor:
+    """The same, whatever κ is."""
     finite = x.isfinite().flatten(1).all(1).reshape(-1, 1, 1) & kappa.isfinite()  # LAPACK raises on others
     # in float64 always: on a GPU the one in float32 is off by 1e-4
     u, s, vt = torch.linalg.svd(torch.where(finite, x, 0.0).double(), full_matrices=False)
@@ -50,12 +56,15 @@ def _by_svd(x: Tensor, kappa: Tensor) -> Tensor:
 
 def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     """X V (1 − κ/σ)₊ Vᵀ, a product of thin factors, from the eigenvalues σ² of the Gram matrix."""
+    if x.shape[-2] < x.shape[-1]:
+        turned = _by_eigenvalues(x.mT, kappa)
+        return None if turned is None else turned.mT
     wide, kappa = x.double(), kappa.double().squeeze(-1)
     gram = wide.mT @ wide
     if not bool(gram.isfinite().all()):
         return None
     squares, v = torch.linalg.eigh(gram)
-    if not bool((squares[:, -1:] <= _GRAM_BELOW * kappa.square()).all()):
+    if not bool((squares[:, -1:] <= GRAM_BELOW * kappa.square()).all()):
         return None
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
@@ -66,29 +75,46 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     return y
 
 
-def _by_products(x: Tensor, kappa: Tensor) -> Tensor | None:
-    """The same from matrix products alone, which need to know how large (σ/κ)² may be: a power of 2, guessed from the
-    last time."""
-    key = (x.device, x.shape)
-    exponent = _guesses.get(key, 8)
+def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:
+    """The same from matrix products alone, which need to know how large (σ/κ)² may be: guessed from the last time."""
     while True:
-        y, bound = _record(x, kappa, exponent)(x, kappa)
-        size = float(bound)
-        if not size < _GRAM_BELOW:
+        exponent = guess(x)
+        y, bound = _recorded(x, kappa, exponent)(x, kappa)
+        size = yield bound
+        if not size < GRAM_BELOW:
             return None
-        needed = math.frexp(size)[1]
-        if needed <= exponent:
-            _guesses[key] = exponent if needed >= exponent - 1 else needed + 1
+        if sufficed(x, exponent, size):
             return y
-        _guesses[key] = exponent = needed
 
 
-def _products(x: Tensor, kappa: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+def guess(x: Tensor) -> int:
+    """The exponent of a power of 2 that (σ/κ)² of matrices of this shape is likely to be below."""
+    return _guesses.get((x.device, x.shape), 2 * _COARSE)
+
+
+def sufficed(x: Tensor, exponent: int, bound: float) -> bool:
+    """Whether that power of 2 was above the bound that was found. The next guess is made of it."""
+    needed = math.frexp(bound)[1]
+    enough = _COARSE * math.ceil(max(needed + 1, 1) / _COARSE)  # with room to grow, lest it go up and down
+    _guesses[x.device, x.shape] = enough if needed > exponent else min(exponent, enough)
+    return needed <= exponent
+
+
+def worth_recording(x: Tensor) -> bool:
+    """Whether launching the products takes longer than making them."""
+    return x.is_cuda and len(x) * min(x.shape[1:]) ** 3 <= _RECORD_BELOW
+
+
+def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     """X E (1 − κ G^(−½)), E the projector on the eigenvectors of G = XᵀX whose eigenvalues exceed κ², and a bound of
-    the norms of G/κ² − 1 that must not exceed `largest`.
+    the norms of G/κ² − 1 that must not exceed 2^exponent.
 
     Both sign(G/κ² − 1) and the inverse root come from the iteration of Newton and Schulz, x ← ½ y (3 − y²), y = α x.
     """
+    if x.shape[-2] < x.shape[-1]:
+        y, bound = products(x.mT, kappa, exponent)
+        return y.mT, bound
+    largest = 2.0**exponent
     wide, kappa = x.double(), kappa.double()
     one = torch.eye(x.shape[-1], dtype=wide.dtype, device=x.device)
     ratio = (wide.mT @ wide) / kappa.square()
@@ -114,52 +140,42 @@ def _products(x: Tensor, kappa: Tensor, largest: float) -> tuple[Tensor, Tensor]
     rank = above.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, 1, 1)
     share = above - torch.bmm(above, inverse)
     share = torch.where(rank < 0.5, 0.0, share)  # exactly zero
-    return torch.bmm(x, share.to(x.dtype)), bound.max()
+    return torch.bmm(wide, share).to(x.dtype), bound.max()  # in float32 it might be done with the digits of TF32
 
 
-class _Record:
-    """`_products` for one shape, recorded as a CUDA graph."""
+class _Recorded:
+    """`products` for one shape and one power of 2, recorded."""
 
-    def __init__(self, x: Tensor, kappa: Tensor, largest: float, place: tuple[torch.device, int]) -> None:
-        self.x, self.kappa = torch.empty_like(x, memory_format=torch.contiguous_format), kappa.clone()
-        self.x.copy_(x)
-        stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            _products(self.x, self.kappa, largest)  # libraries set themselves up in a first run
-            stream.synchronize()
-            pool = _pools.setdefault(place, torch.cuda.graph_pool_handle())
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self.y, self.bound = _products(self.x, self.kappa, largest)
-            self.graph.capture_end()
-        torch.cuda.current_stream(x.device).wait_stream(stream)
+    def __init__(self, x: Tensor, kappa: Tensor, exponent: int) -> None:
+        with torch.inference_mode(False):
+            self.x, self.kappa = x.clone(memory_format=torch.contiguous_format), kappa.clone()
+        self.replay = Recording(lambda: products(self.x, self.kappa, exponent), x.device)
 
     def __call__(self, x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
         self.x.copy_(x)
         self.kappa.copy_(kappa)
-        self.graph.replay()
-        return self.y.clone(), self.bound
+        y, bound = self.replay()
+        return y.clone(), bound
 
 
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.recorded: dict[tuple[torch.device, int, torch.Size, int], _Recorded] = {}
+
+
+_kept = _Kept()
 _guesses: dict[tuple[torch.device, torch.Size], int] = {}
-_records: OrderedDict[_Key, _Record] = OrderedDict()
-_pools: dict[tuple[torch.device, int], Any] = {}  # memory that a stream's records share: none runs beside another
 
 
-def _record(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`_products` for (σ/κ)² up to a power of 2, recorded where that pays."""
-    largest = 2.0**exponent
-    if not x.is_cuda or len(x) * x.shape[-1] ** 3 > _RECORD_BELOW:
-        return partial(_products, largest=largest)
-    place = (x.device, torch.cuda.current_stream(x.device).cuda_stream)
-    key = (*place, x.shape, exponent)
-    if key not in _records:
-        _records[key] = _Record(x, kappa, largest, place)
-        while len(_records) > _RECORDS:
-            _records.popitem(last=False)
-    _records.move_to_end(key)
-    return _records[key]
+def _recorded(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`products`, recorded where that pays."""
+    if worth_recording(x):
+        key = (x.device, torch.cuda.current_stream(x.device).cuda_stream, x.shape, exponent)
+        if key not in _kept.recorded and len(_kept.recorded) < _RECORDS:
+            _kept.recorded[key] = _Recorded(x, kappa, exponent)
+        if key in _kept.recorded:
+            return _kept.recorded[key]
+    return partial(products, exponent=exponent)
 
 
 def _scalings(low: float) -> list[float]:

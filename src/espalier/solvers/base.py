@@ -10,6 +10,7 @@ from torch import Tensor
 
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty
+from espalier.reading import Reading
 from espalier.subproblem import Subproblem
 
 
@@ -26,8 +27,8 @@ class Solver(ABC):
 
     # the answer for a group does not depend on which other groups are solved along with it
     groupwise: ClassVar[bool] = True
-    # it solves matrices of one shape faster together, and begins best where the last step's solution was
-    batches: ClassVar[bool] = False
+    # it begins best where the last step's solution was
+    resumes: ClassVar[bool] = False
 
     @abstractmethod
     def lacks(self, penalty: Penalty, scalar_metric: bool) -> str | None:
@@ -36,6 +37,14 @@ class Solver(ABC):
     @abstractmethod
     def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
         """argmin Q. Everything comes in the view of `groups`; `start` is where an iteration may begin."""
+
+    def batches(self, penalty: Penalty) -> bool:
+        """Whether matrices of several parameters are solved faster by `solving`."""
+        return False
+
+    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor) -> Reading[Solution]:
+        """`solve` for a stack of matrices of one shape, as a work that others may go on beside."""
+        raise NotImplementedError
 
 
 def may_branch(x: Tensor) -> bool:
