@@ -43,14 +43,8 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return f"there is no kernel for {type(penalty).__name__}"
     if penalty is not None and not isinstance(optimizer._solver(group), _SOLVERS):
         return f"there is no kernel for {type(optimizer._solver(group)).__name__}"
-    if torch.version.hip:
-        return "the kernels are for NVIDIA GPUs"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    import triton
-
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
-        return f"Triton {triton.__version__} is too old: 3.4, which torch 2.8 brings, is the first that compiles them"
+    if (reason := missing()) is not None:
+        return reason
     from espalier.kernels import launch
     from espalier.kernels.geometry import geometry, tile_of
 
@@ -68,6 +62,19 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return None
     if tile_of(at, launch.processors(p.device)) is None:
         return f"its groups of {at.rows * at.run} entries are too large"
+    return None
+
+
+def missing() -> str | None:
+    """Why no kernel runs here; None where they do."""
+    if torch.version.hip:
+        return "the kernels are for NVIDIA GPUs"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
+        return f"Triton {triton.__version__} is too old: 3.4, which torch 2.8 brings, is the first that compiles them"
     return None
 
 

@@ -65,7 +65,8 @@ def _solve_together(
 ) -> Reading[None]:
     start = torch.cat([t.start for t in turns])
     problem = together([t.problem for t in turns])
-    solution = yield from optimizer._solver(group).solving(problem, group["penalty"], start)
+    solver, fused = optimizer._solver(group), group["fused"] is not False
+    solution = yield from solver.solving(problem, group["penalty"], start, fused)
     for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
         z = t.groups.merge(point, t.x["weight"].shape)
         if "point" in t.x:

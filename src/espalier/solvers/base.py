@@ -42,8 +42,9 @@ class Solver(ABC):
         """Whether matrices of several parameters are solved faster by `solving`."""
         return False
 
-    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor) -> Reading[Solution]:
-        """`solve` for a stack of matrices of one shape, as a work that others may go on beside."""
+    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor, fused: bool = True) -> Reading[Solution]:
+        """`solve` for a stack of matrices of one shape, as a work that others may go on beside; with a kernel of its
+        own, where there is one, if `fused`."""
         raise NotImplementedError
 
 

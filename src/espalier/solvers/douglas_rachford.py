@@ -88,14 +88,19 @@ class DouglasRachford(Solver):
         return None if isinstance(penalty, NuclearNorm) else "the nuclear norm"
 
     def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
-        return finish(self.solving(problem, penalty, start))
+        return finish(self.solving(problem, penalty, start, fused=False))
 
     def batches(self, penalty: Penalty) -> bool:
         return True
 
-    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor) -> Reading[Solution]:
+    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor, fused: bool = True) -> Reading[Solution]:
         assert isinstance(penalty, NuclearNorm)
         kappa = as_tensor(problem.tau * (penalty.lam * penalty.weight), start).expand(len(start), 1, 1)
+        if fused and in_one_kernel(start, self.memory):
+            point, taken = self._by_kernel(problem, kappa, start)
+            iterations = yield taken
+            if all(iterations):
+                return Solution(point, max(iterations))
         penalised: list[bool] = yield (kappa != 0).flatten()
         # κ = 0 is an ordinary case, and a − d/H to the bit
         point = torch.empty_like(start) if all(penalised) else problem.unpenalised()
@@ -119,6 +124,16 @@ class DouglasRachford(Solver):
             if any(left):
                 batch.mix(slot)
         return Solution(point, iterations)
+
+    def _by_kernel(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole solution by one kernel, and how many iterations each matrix took; 0 where it could not."""
+        from espalier.kernels import splitting
+
+        metric = as_tensor(problem.metric, start).expand(start.shape)
+        tolerance = as_tensor(self.tolerance.at(problem.t), start).expand(len(start), 1, 1).contiguous()
+        return splitting.solve(
+            problem.linear, metric, start, kappa.contiguous(), tolerance, self.max_iters, self.memory
+        )
 
     def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> Reading[_Batch]:
         metric = as_tensor(problem.metric, start).expand(start.shape)
@@ -282,6 +297,17 @@ class _Batch:
         weights = torch.tensor([m.weights(slot, memory) for m in self.mixing], dtype=self.v.dtype).to(self.v.device)
         torch.sum(weights[:, :, None, None] * self.points, 1, out=self.v)
         _copy([stray for _, stray in judged], self.best, self.v)
+
+
+def in_one_kernel(start: Tensor, memory: int) -> bool:
+    """Whether matrices like these are solved by one kernel."""
+    from espalier.kernels import missing
+
+    if start.device.type != "cuda" or start.dtype != torch.float32 or missing() is not None:
+        return False
+    from espalier.kernels.splitting import serves
+
+    return serves(start.shape[1:], memory)
 
 
 def _copy(which: list[bool], source: Tensor, there: Tensor) -> None:
