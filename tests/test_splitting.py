@@ -1,4 +1,4 @@
-"""Small matrices under the nuclear norm by one kernel each: as by the torch code, on a GPU or in Triton's interpreter."""
+"""Small matrices under the nuclear norm by one kernel each: as by torch, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
