@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import espalier
 from espalier import DouglasRachford, NuclearNorm, Subproblem, Tolerance
+from espalier.penalties.singular_values import thresholding
 from espalier.reading import finish
-from espalier.solvers import douglas_rachford
-from test_nuclear import ask, least_subgradient, penalty_for, pose, values
+from test_nuclear import ask, gaussian, least_subgradient, penalty_for, pose, thresholded, values, whole
 
 pytest.importorskip("triton")
 
+from espalier import kernels
 from espalier.kernels import splitting
 
 # the interpreter computes masked lanes too, and there it divides by zero
@@ -32,13 +33,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The kernel serves whatever is small enough, on the CPU too. What it served."""
     served: list[tuple[int, ...]] = []
 
-    def small(start: Tensor, memory: int) -> bool:
-        if start.dtype == torch.float32 and splitting.serves(start.shape[1:], memory):
-            served.append(tuple(start.shape))
-            return True
-        return False
+    def small(x: Tensor) -> bool:
+        served.append(tuple(x.shape))
+        return True
 
-    monkeypatch.setattr(douglas_rachford, "in_one_kernel", small)
+    monkeypatch.setattr(kernels, "takes", small)
     return served
 
 
@@ -101,12 +100,53 @@ def test_any_memory_that_it_has_room_for(memory: int, kernel: list[tuple[int, ..
     torch.testing.assert_close(z, plain, rtol=0, atol=1e-4)
 
 
-def test_more_memory_or_larger_matrices_are_left_to_torch() -> None:
-    assert splitting.serves((64, 128), 8)
-    assert splitting.serves((128, 64), 8)
-    assert not splitting.serves((64, 128), 9)
-    assert not splitting.serves((65, 128), 5)
-    assert not splitting.serves((64, 129), 5)
+def test_more_memory_is_left_to_torch(kernel: list[tuple[int, ...]]) -> None:
+    problem = pose((1, 6, 5), 63, dtype=torch.float32)
+    solved(problem, penalty_for(problem, 0.3), DouglasRachford(memory=9), fused=True)
+    assert not kernel
+
+
+@pytest.mark.parametrize("max_iters", [1, 2, 5])
+@pytest.mark.parametrize("fused", [True, False])
+def test_however_few_the_iterations_it_never_goes_up(
+    max_iters: int, fused: bool, kernel: list[tuple[int, ...]]
+) -> None:
+    """Metrics over eight decades, from a start near the solution: splitting takes many iterations to come back."""
+    problem = pose((4, 16, 12), 66, 8.0, torch.float32)
+    penalty = penalty_for(problem, 0.1)
+    start = DouglasRachford(Tolerance(1e-3), max_iters=2000).solve(problem, penalty, whole((4, 16, 12)), problem.anchor)
+    moved = replace(problem, direction=problem.direction * 1.01)
+    there = {k: getattr(moved, k).to(DEVICE) for k in ("anchor", "direction", "metric")}
+    solver = DouglasRachford(Tolerance(1e-6), max_iters=max_iters)
+    z = finish(solver.solving(replace(moved, **there), penalty, start.point.to(DEVICE), fused)).point.cpu()
+    before = values(moved, penalty, start.point)
+    assert (values(moved, penalty, z) <= before + 1e-5 * before.abs()).all()
+    assert not torch.equal(z, start.point)
+
+
+@every_shape
+@pytest.mark.parametrize("share", [1e-3, 0.4, 0.8, 1.1])
+def test_soft_threshold(shape: tuple[int, ...], share: float) -> None:
+    x = gaussian(shape)
+    kappa = share * torch.linalg.matrix_norm(x, 2).reshape(-1, 1, 1)
+    y, bounds = splitting.soft_threshold(x.to(DEVICE), kappa.to(DEVICE))
+    exact, singular = thresholded(x, kappa)
+    assert (torch.linalg.matrix_norm(y.cpu() - exact) <= 1e-6 * torch.linalg.matrix_norm(x)).all()
+    assert (bounds.cpu() >= (1 - 1e-6) * (torch.linalg.svdvals(x)[:, 0] / kappa.flatten()).square() - 1).all()
+    rank = NuclearNorm(1.0).structure(y.cpu(), whole(shape)).rank
+    assert rank is not None
+    assert torch.equal(rank, (singular > max(shape[1:]) * 1.2e-7 * singular[:, :1]).sum(-1))
+    assert share < 1 or not y.any()
+
+
+@pytest.mark.parametrize("kappa", [1e-7, 1.0])
+def test_a_soft_threshold_that_is_not_precise_is_left_to_torch(kappa: float, kernel: list[tuple[int, ...]]) -> None:
+    x = gaussian((2, 9, 5))
+    x[1] *= 1e-3 / kappa
+    k = torch.full((2, 1, 1), kappa)
+    y = finish(thresholding(x.to(DEVICE), k.to(DEVICE), fused=True)).cpu()
+    assert kernel == [(2, 9, 5)]
+    torch.testing.assert_close(y.double(), thresholded(x, k)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("what", ["no penalty", "nan", "inf", "far below"])
@@ -131,7 +171,9 @@ def test_what_the_kernel_cannot_do_is_left_to_torch(what: str, kernel: list[tupl
         assert z[1].isnan().all()
 
 
-@pytest.mark.parametrize("method", [espalier.RAMDA, espalier.ProxGen], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "method", [espalier.RAMDA, espalier.ProxGen, espalier.RMDA, espalier.ProxSGD], ids=lambda m: m.__name__
+)
 def test_a_training_ends_alike_and_fused_false_has_none_of_it(
     method: type[espalier.RAMDA], kernel: list[tuple[int, ...]]
 ) -> None:
@@ -157,9 +199,10 @@ def test_a_training_ends_alike_and_fused_false_has_none_of_it(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_small_matrices_go_to_the_kernel() -> None:
     x = torch.zeros(1, 64, 128, device="cuda")
-    assert douglas_rachford.in_one_kernel(x, 5)
-    assert not douglas_rachford.in_one_kernel(x.double(), 5)
-    assert not douglas_rachford.in_one_kernel(x.cpu(), 5)
+    assert kernels.takes(x)
+    assert kernels.takes(x.mT)
+    for other in (x.double(), x.cpu(), x[:, :0], x.new_zeros(1, 65, 128), x.new_zeros(1, 64, 129)):
+        assert not kernels.takes(other)
     problem = pose((4, 128, 64), 65, 2.0, torch.float32)
     penalty, solver = penalty_for(problem, 0.2), DouglasRachford()
     (z, _), (plain, _) = (solved(problem, penalty, solver, fused) for fused in (True, False))

@@ -31,6 +31,9 @@ _SOLVERS = (ClosedForm, Exact, NewtonRaphson)
 _OLDEST_TRITON = (3, 4)
 # sets of parameters with a gradient, in each group, whose plans are remembered
 _KEPT = 8
+# rows and columns of a matrix that one program keeps at hand, and how many of its last points it mixes
+_MOST_ROWS, _MOST_COLUMNS = 128, 64
+MOST_MEMORY = 8
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,6 +66,12 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
     if tile_of(at, launch.processors(p.device)) is None:
         return f"its groups of {at.rows * at.run} entries are too large"
     return None
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels in `splitting` take these matrices (L, m, n)."""
+    small = min(x.shape[1:]) <= _MOST_COLUMNS and max(x.shape[1:]) <= _MOST_ROWS and x.numel() > 0
+    return small and x.is_cuda and x.dtype == torch.float32 and missing() is None
 
 
 def missing() -> str | None:

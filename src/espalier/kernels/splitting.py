@@ -1,6 +1,6 @@
-"""The splitting of `solvers/douglas_rachford.py` for small matrices: one program solves one of them, to the end.
+"""Small matrices under the nuclear norm: one program has one of them at hand, and is done with it at the end.
 
-Step by step such matrices cost the host a launch for each of a hundred tiny products, and a look after each iteration.
+Otherwise such matrices cost a launch for each of a hundred tiny products, and a look after each iteration.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from espalier.kernels import MOST_MEMORY
 
 # see `penalties/singular_values.py`, `solvers/douglas_rachford.py` and `solvers/anderson.py`
 RESOLUTION = tl.constexpr(1e-5)
@@ -19,35 +21,43 @@ RELAXATION = tl.constexpr(1.3)
 LEAST_POWER = tl.constexpr(0.01)
 ROUNDING = tl.constexpr(8 * 2.0**-23)
 # slots in which Anderson's numbers lie, a power of 2
-SLOTS = tl.constexpr(8)
+SLOTS = tl.constexpr(MOST_MEMORY)
 
 _LEAST = 16  # rows and columns of a product
-_MOST_COLUMNS, _MOST_ROWS = 64, 128
 
 
-def serves(shape: tuple[int, ...], memory: int) -> bool:
-    """Whether matrices (m, n) are small enough."""
-    return min(shape) <= _MOST_COLUMNS and max(shape) <= _MOST_ROWS and memory <= SLOTS.value
+def soft_threshold(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
+    """U max(Σ − κ, 0) Vᵀ of each matrix, κ (L); and bounds: where these are not below GRAM_BELOW it is not precise."""
+    y, bounds = torch.empty_like(x), torch.empty(len(x), dtype=torch.float64, device=x.device)
+    layout, options = _layout(x)
+    _soft_threshold[(len(x),)](x, kappa, y, bounds, *layout, **options)
+    return y, bounds
+
+
+def _layout(x: Tensor) -> tuple[tuple[int, int, int, int], dict[str, int]]:
+    """Rows and columns, no more of these, with their strides; and what the programs are compiled for."""
+    m, n = x.shape[1:]
+    rows, columns, row, column = (m, n, n, 1) if m >= n else (n, m, 1, n)
+    height, width = (max(_LEAST, triton.next_power_of_2(size)) for size in (rows, columns))
+    return (rows, columns, row, column), {"M": height, "N": width, "num_warps": 8 if width > 32 else 4}
 
 
 def solve(
     linear: Tensor, metric: Tensor, start: Tensor, kappa: Tensor, tolerance: Tensor, max_iters: int, memory: int
 ) -> tuple[Tensor, Tensor]:
-    """The solutions, and the iterations that each took, 0 where products of the Gram matrix are not precise enough.
+    """The splitting of `solvers/douglas_rachford.py`: the solutions, and the iterations that each took, 0 where
+    products of the Gram matrix are not precise enough.
 
-    Matrices are (L, m, n), κ and the tolerance (L).
+    Matrices are (L, m, n) without gaps, κ and the tolerance (L).
     """
-    count, m, n = start.shape
-    rows, columns, row, column = (m, n, n, 1) if m >= n else (n, m, 1, n)
-    width = max(_LEAST, triton.next_power_of_2(columns))
+    count = len(start)
     z, best = torch.empty_like(start), torch.empty_like(start)
-    points, moves = start.new_empty(2, count, memory, m, n)
+    points, moves = start.new_empty(2, count, memory, *start.shape[1:])
     iterations = torch.empty(count, dtype=torch.int32, device=start.device)
+    layout, options = _layout(start)
     _solve[(count,)](
-        linear.contiguous(), metric.contiguous(), start.contiguous(), kappa, tolerance,
-        points, moves, best, z, iterations,
-        rows, columns, row, column, max_iters,
-        MEMORY=memory, M=max(_LEAST, triton.next_power_of_2(rows)), N=width, num_warps=8 if width > 32 else 4,
+        linear, metric, start, kappa, tolerance, points, moves, best, z, iterations, *layout, max_iters,
+        MEMORY=memory, **options,
     )  # fmt: skip
     return z, iterations
 
@@ -89,6 +99,32 @@ def threshold(y, kappa, eye):
     share = tl.where(tl.sum(above * eye) < 0.5, 0.0, share)  # exactly zero
     wide = y.to(tl.float64)
     return tl.dot(wide, share, out_dtype=tl.float64).to(tl.float32), bound
+
+
+@triton.jit
+def places(rows, columns, row, column, M: tl.constexpr, N: tl.constexpr):
+    """Where the entries of a matrix lie, and which of them there are."""
+    i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    return i * row + j * column, (i < rows) & (j < columns)
+
+
+@triton.jit
+def identity(N: tl.constexpr):
+    return tl.where(tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :], 1.0, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _soft_threshold(
+    x, kappa, y, bounds, rows, columns, row, column,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(0)
+    entry, inside = places(rows, columns, row, column, M, N)
+    here = matrix * rows * columns + entry
+    k = tl.load(kappa + matrix).to(tl.float64)
+    found, bound = threshold(tl.load(x + here, inside, 0.0), k, identity(N))
+    tl.store(y + here, found, inside)
+    tl.store(bounds + matrix, bound)
 
 
 @triton.jit
@@ -141,13 +177,11 @@ def _solve(
     MEMORY: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(0)
-    i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
-    inside = (i < rows) & (j < columns)
+    entry, inside = places(rows, columns, row, column, M, N)
     size = rows * columns
-    entry = i * row + j * column
     here = matrix * size + entry
     ring = matrix * MEMORY * size + entry
-    eye = tl.where(tl.arange(0, N)[:, None] == j, 1.0, 0.0).to(tl.float64)
+    eye = identity(N)
     at = tl.arange(0, SLOTS)
     none = at < 0
 
@@ -165,6 +199,7 @@ def _solve(
     products = tl.zeros((SLOTS, SLOTS), tl.float64)
     usable = none
     least = tl.full((), float("inf"), tl.float32)
+    gap = tl.full((), 0.0, tl.float32)
     done, precise = matrix < 0, matrix >= 0
     taken, plain, pause = matrix * 0, matrix * 0, matrix * 0 + 1
     tl.store(best + here, v, inside)
@@ -210,4 +245,9 @@ def _solve(
                 for n in tl.static_range(MEMORY):
                     share = tl.sum(tl.where(at == n, c, 0.0))
                     v += share * tl.load(points + ring + n * size, inside & (n < taken), 0.0)
+    if ~done & (gap < 0):
+        steepest = tl.max(tl.where(inside, h, 0.0))
+        x, bound = threshold(first - (h * first - b) / steepest, (k / steepest).to(tl.float64), eye)
+        tl.store(z + here, x, inside)
+        precise = bound < GRAM_BELOW
     tl.store(iterations + matrix, tl.where(precise, taken, 0))

@@ -36,12 +36,20 @@ def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
     return finish(thresholding(x, kappa))
 
 
-def thresholding(x: Tensor, kappa: Tensor) -> Reading[Tensor]:
-    """The same, by a work that others may go on beside."""
-    if x.dtype == torch.float32 and x.numel():
-        y = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
-        if y is not None:
+def thresholding(x: Tensor, kappa: Tensor, fused: bool = False) -> Reading[Tensor]:
+    """The same, by a work that others may go on beside; small matrices by a kernel, if `fused`."""
+    from espalier import kernels
+
+    if fused and kernels.takes(x):
+        from espalier.kernels import splitting
+
+        y, bounds = splitting.soft_threshold(x.contiguous(), kappa.contiguous())
+        if all(bound < GRAM_BELOW for bound in (yield bounds)):
             return y
+    elif x.dtype == torch.float32 and x.numel():
+        found = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
+        if found is not None:
+            return found
     return by_svd(x, kappa)
 
 

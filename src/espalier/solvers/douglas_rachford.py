@@ -68,7 +68,8 @@ class DouglasRachford(Solver):
 
     Attributes:
         tolerance: ε_t.
-        max_iters: at most; the last one then starts from the best V.
+        max_iters: at most; the last one then starts from the best V, and where even that is not sure to be below the
+            start, Z is a step of proximal gradient from there.
         memory: how many V are mixed.
     """
 
@@ -96,7 +97,9 @@ class DouglasRachford(Solver):
     def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor, fused: bool = True) -> Reading[Solution]:
         assert isinstance(penalty, NuclearNorm)
         kappa = as_tensor(problem.tau * (penalty.lam * penalty.weight), start).expand(len(start), 1, 1)
-        if fused and in_one_kernel(start, self.memory):
+        from espalier import kernels
+
+        if fused and self.memory <= kernels.MOST_MEMORY and kernels.takes(start):
             point, taken = self._by_kernel(problem, kappa, start)
             iterations = yield taken
             if all(iterations):
@@ -115,6 +118,8 @@ class DouglasRachford(Solver):
                 batch.v.copy_(batch.best)
             ended = yield from batch.step(slot)
             done = [here and (end or last) for here, end in zip(left, ended, strict=True)]
+            if last:
+                yield from batch.descend([here and not end for here, end in zip(left, ended, strict=True)])
             if any(done):
                 batch.deliver(done, point)
                 left = [here and not d for here, d in zip(left, done, strict=True)]
@@ -130,10 +135,11 @@ class DouglasRachford(Solver):
         from espalier.kernels import splitting
 
         metric = as_tensor(problem.metric, start).expand(start.shape)
-        tolerance = as_tensor(self.tolerance.at(problem.t), start).expand(len(start), 1, 1).contiguous()
-        return splitting.solve(
-            problem.linear, metric, start, kappa.contiguous(), tolerance, self.max_iters, self.memory
+        tolerance = as_tensor(self.tolerance.at(problem.t), start).expand(kappa.shape)
+        linear, metric, start, kappa, tolerance = (
+            x.contiguous() for x in (problem.linear, metric, start, kappa, tolerance)
         )
+        return splitting.solve(linear, metric, start, kappa, tolerance, self.max_iters, self.memory)
 
     def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> Reading[_Batch]:
         metric = as_tensor(problem.metric, start).expand(start.shape)
@@ -289,6 +295,17 @@ class _Batch:
         angles = (self.moves * move.unsqueeze(1)).sum((2, 3))  # a matrix product might have the digits of TF32
         return torch.cat((residual.flatten(1), gap.sum((1, 2)).unsqueeze(1), angles), 1)
 
+    def descend(self, which: list[bool]) -> Reading[None]:
+        """Where Z may lie above the start, take one step of proximal gradient from there, which never does."""
+        above = [here and row[1] < 0 for here, row in zip(which, self.numbers, strict=True)]
+        if not any(above):
+            return
+        metric = self.stiffness + 1
+        steepest = metric.amax((1, 2), keepdim=True)
+        linear = 0.5 * (metric + 1) * self.constant
+        z = yield from thresholding(self.start - (metric * self.start - linear) / steepest, self.kappa / steepest)
+        _copy(above, z, self.z)
+
     def mix(self, slot: int) -> None:
         """V ← Σ c_i V_i, or back to the best V."""
         judged = [m.add(slot, row[0], row[2:]) for m, row in zip(self.mixing, self.numbers, strict=True)]
@@ -297,17 +314,6 @@ class _Batch:
         weights = torch.tensor([m.weights(slot, memory) for m in self.mixing], dtype=self.v.dtype).to(self.v.device)
         torch.sum(weights[:, :, None, None] * self.points, 1, out=self.v)
         _copy([stray for _, stray in judged], self.best, self.v)
-
-
-def in_one_kernel(start: Tensor, memory: int) -> bool:
-    """Whether matrices like these are solved by one kernel."""
-    from espalier.kernels import missing
-
-    if start.device.type != "cuda" or start.dtype != torch.float32 or missing() is not None:
-        return False
-    from espalier.kernels.splitting import serves
-
-    return serves(start.shape[1:], memory)
 
 
 def _copy(which: list[bool], source: Tensor, there: Tensor) -> None:
