@@ -22,6 +22,7 @@ LEAST_POWER = tl.constexpr(0.01)
 ROUNDING = tl.constexpr(8 * 2.0**-23)
 # slots in which Anderson's numbers lie, a power of 2
 SLOTS = tl.constexpr(MOST_MEMORY)
+LONGEST_PAUSE = tl.constexpr(1 << 20)
 
 _LEAST = 16  # rows and columns of a product
 
@@ -39,7 +40,7 @@ def _layout(x: Tensor) -> tuple[tuple[int, int, int, int], dict[str, int]]:
     m, n = x.shape[1:]
     rows, columns, row, column = (m, n, n, 1) if m >= n else (n, m, 1, n)
     height, width = (max(_LEAST, triton.next_power_of_2(size)) for size in (rows, columns))
-    return (rows, columns, row, column), {"M": height, "N": width, "num_warps": 8 if width > 32 else 4}
+    return (rows, columns, row, column), {"M": height, "N": width, "num_warps": max(4, width // 4)}
 
 
 def solve(
@@ -60,6 +61,22 @@ def solve(
         MEMORY=memory, **options,
     )  # fmt: skip
     return z, iterations
+
+
+def judge(
+    residual: Tensor, gap: Tensor, angles: Tensor, limits: Tensor, holds: Tensor, made: Tensor, slot: Tensor,
+    known: Tensor, state: Tensor, least: Tensor, taken: Tensor, weights: Tensor, choice: Tensor,
+) -> None:  # fmt: skip
+    """After a step of the splitting that was made for each matrix into this slot of the ring, if that `holds`: write
+    `taken` where it solved one, else what Anderson's mixing knows (known, state, least) and the weights of the next.
+
+    choice (L, 4): it is solved, the step is the best so far, V is mixed next, V goes back to the best. All are false
+    where there was nothing to do.
+    """
+    _judge[(len(residual),)](
+        residual, gap, angles, limits, holds, made, slot, known, state, least, taken, weights, choice,
+        MEMORY=weights.shape[1], num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -113,7 +130,7 @@ def identity(N: tl.constexpr):
     return tl.where(tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :], 1.0, 0.0).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "columns", "row", "column"])
 def _soft_threshold(
     x, kappa, y, bounds, rows, columns, row, column,
     M: tl.constexpr, N: tl.constexpr,
@@ -155,6 +172,60 @@ def weights(products, usable, slot, MEMORY: tl.constexpr):
 
 
 @triton.jit
+def mixing(products, usable, plain, pause, new, slot, stray, MEMORY: tl.constexpr):
+    """What is known after a step into this slot, whose move has these products with the others, and the next weights.
+
+    See `solvers/anderson.py`."""
+    at = tl.arange(0, SLOTS)
+    none = at < 0
+    products = tl.where((at == slot)[:, None], new[None, :], tl.where((at == slot)[None, :], new[:, None], products))
+    plain = tl.where(stray, pause, tl.maximum(plain - 1, 0))
+    pause = tl.where(stray, tl.minimum(2 * pause, LONGEST_PAUSE), pause)
+    usable = tl.where(stray, none, usable | (at == slot))
+    c = weights(products, tl.where(plain == 0, usable, none), slot, MEMORY).to(tl.float32)
+    return products, usable, plain, pause, c
+
+
+@triton.jit
+def solves(residual, gap, wanted, floor):
+    """The paper's condition; what is NaN solves it, too."""
+    return ~(residual > tl.maximum(wanted, floor)) & ((gap >= 0) | ~(residual > floor))
+
+
+@triton.jit
+def _judge(
+    residual, gap, angles, limits, holds, made, slot, known, state, least, taken, weights_, choice,
+    MEMORY: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(0)
+    at = tl.arange(0, SLOTS)
+    here = matrix * SLOTS * SLOTS + at[:, None] * SLOTS + at[None, :]
+    slot_ = tl.load(slot)
+    r = tl.load(residual + matrix)
+    live = (tl.load(holds) != 0) & (tl.load(taken + matrix) == 0)
+    solved = solves(r, tl.load(gap + matrix), tl.load(limits + 2 * matrix), tl.load(limits + 2 * matrix + 1))
+    goes_on = live & ~solved
+    old = tl.load(least + matrix)
+    better, stray = r < old, r > old * STRAY
+    bits, plain, pause = tl.load(state + 3 * matrix), tl.load(state + 3 * matrix + 1), tl.load(state + 3 * matrix + 2)
+    new = tl.load(angles + matrix * MEMORY + at, at < MEMORY, 0.0).to(tl.float64)
+    products, usable, plain, pause, c = mixing(
+        tl.load(known + here), ((bits >> at) & 1) != 0, plain, pause, new, slot_, stray, MEMORY
+    )
+    tl.store(known + here, products, goes_on)
+    tl.store(state + 3 * matrix, tl.sum(tl.where(usable, 1 << at, 0)), goes_on)
+    tl.store(state + 3 * matrix + 1, plain, goes_on)
+    tl.store(state + 3 * matrix + 2, pause, goes_on)
+    tl.store(least + matrix, r, goes_on & better)
+    tl.store(weights_ + matrix * MEMORY + at, c, goes_on & (at < MEMORY))
+    tl.store(taken + matrix, tl.load(made) + 1, live & solved)
+    tl.store(choice + 4 * matrix, live & solved)
+    tl.store(choice + 4 * matrix + 1, goes_on & better)
+    tl.store(choice + 4 * matrix + 2, goes_on & ~stray)
+    tl.store(choice + 4 * matrix + 3, goes_on & stray)
+
+
+@triton.jit
 def reflected(v, b, h):
     """2 X − V, X = (b + V) / (H + 1)."""
     inverse = 1 / (1 + h)
@@ -170,7 +241,7 @@ def mean_metric(h, b, kappa, inside, rows, columns):
     return tl.exp2(tl.log2(mean) / power)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "columns", "row", "column", "max_iters"])
 def _solve(
     linear, metric, start, kappa, tolerance, points, moves, best, z, iterations,
     rows, columns, row, column, max_iters,
@@ -183,7 +254,6 @@ def _solve(
     ring = matrix * MEMORY * size + entry
     eye = identity(N)
     at = tl.arange(0, SLOTS)
-    none = at < 0
 
     # the problem divided by ρ, and V at which X is the start
     h, b = tl.load(metric + here, inside, 1.0), tl.load(linear + here, inside, 0.0)
@@ -197,7 +267,7 @@ def _solve(
     floor = spread * tl.sqrt(tl.sum((2 * first - v) * (2 * first - v))) * ROUNDING
 
     products = tl.zeros((SLOTS, SLOTS), tl.float64)
-    usable = none
+    usable = at < 0
     least = tl.full((), float("inf"), tl.float32)
     gap = tl.full((), 0.0, tl.float32)
     done, precise = matrix < 0, matrix >= 0
@@ -221,23 +291,18 @@ def _solve(
         residual = tl.sqrt(tl.sum(subgradient * subgradient))
         delta = first - x
         gap = tl.sum((subgradient + 0.5 * (h * delta)) * delta)
-        done = ~(residual > tl.maximum(wanted, floor)) & ((gap >= 0) | ~(residual > floor))
-        done = done | ~precise
+        done = solves(residual, gap, wanted, floor) | ~precise
         if ~done & (taken < max_iters):
             stray = residual > least * STRAY
             if residual < least:
                 least = residual
                 tl.store(best + here, v, inside)
             tl.debug_barrier()
+            new = tl.zeros((SLOTS,), tl.float64)
             for n in tl.static_range(MEMORY):
                 other = tl.load(moves + ring + n * size, inside & (n < taken), 0.0)
-                angle = tl.sum(move * other).to(tl.float64)
-                there = ((at == slot)[:, None] & (at == n)[None, :]) | ((at == n)[:, None] & (at == slot)[None, :])
-                products = tl.where(there, angle, products)
-            plain = tl.where(stray, pause, tl.maximum(plain - 1, 0))
-            pause = tl.where(stray, 2 * pause, pause)
-            usable = tl.where(stray, none, usable | (at == slot))
-            c = weights(products, tl.where(plain == 0, usable, none), slot, MEMORY).to(tl.float32)
+                new = tl.where(at == n, tl.sum(move * other).to(tl.float64), new)
+            products, usable, plain, pause, c = mixing(products, usable, plain, pause, new, slot, stray, MEMORY)
             if stray:
                 v = tl.load(best + here, inside, 0.0)
             else:
