@@ -412,6 +412,27 @@ def test_mixing_pauses_longer_after_each_failure() -> None:
     assert mixing.weights(1, memory=2) == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_proximal_gradient_without_a_rule_steps_together_as_alone(share: float) -> None:
+    problem = pose((3, 8, 5), 24, decades=2.0)
+    problem = replace(problem, tau=torch.tensor([1.3, 20.0, 0.0], dtype=torch.float64)[:, None, None])
+    penalty, solver = penalty_for(problem, share), ProximalGradient(max_iters=5, rtol=None)
+    assert solver.batches(penalty)
+    for ruled in (
+        ProximalGradient(max_iters=5),
+        replace(solver, tolerance=Tolerance(1e-3)),
+        replace(solver, step="backtracking"),
+    ):
+        assert not ruled.batches(penalty)
+    found = finish(solver.solving(problem, penalty, problem.anchor))
+    assert found.iterations == 5
+    assert not found.point[1].any()
+    for i in range(3):
+        one = {k: getattr(problem, k)[i : i + 1] for k in ("anchor", "direction", "metric", "tau")}
+        alone = solver.solve(replace(problem, **one), penalty, whole((1, 8, 5)), problem.anchor[i : i + 1])
+        torch.testing.assert_close(found.point[i : i + 1], alone.point)
+
+
 @pytest.mark.parametrize("memory", [1, 2, 20])
 def test_any_memory_leads_to_the_solution(memory: int) -> None:
     shape = (2, 12, 10)

@@ -92,7 +92,10 @@ def _solver(settings: Solver) -> str | espalier.Solver:
     solvers = {"pg": espalier.ProximalGradient, "dr": espalier.DouglasRachford}
     if settings.name not in solvers:
         return settings.name
-    made: espalier.Solver = solvers[settings.name](**settings.model_dump(exclude={"name"}, exclude_none=True))
+    options = settings.model_dump(exclude={"name"}, exclude_none=True)
+    if settings.rtol == 0:
+        options["rtol"] = None
+    made: espalier.Solver = solvers[settings.name](**options)
     return made
 
 

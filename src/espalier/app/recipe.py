@@ -87,7 +87,7 @@ class Solver(Strict):
 
     name: Literal["auto", "exact", "pg", "newton", "dr"] = "auto"
     max_iters: PositiveInt | None = None
-    rtol: Weight | None = None
+    rtol: Weight | None = None  # 0: no such rule
 
     @model_validator(mode="after")
     def _takes_limits(self) -> Solver:
