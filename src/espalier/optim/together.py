@@ -63,7 +63,7 @@ def update_together(optimizer: StructuredOptimizer, group: Group, params: list[T
 def _solve_together(
     optimizer: StructuredOptimizer, group: Group, turns: list[_Turn], finite: Tensor | bool
 ) -> Reading[None]:
-    start = torch.cat([t.start for t in turns])
+    start = torch.cat([t.start for t in turns]) if len(turns) > 1 else turns[0].start
     problem = together([t.problem for t in turns])
     solver, fused = optimizer._solver(group), group["fused"] is not False
     solution = yield from solver.solving(problem, group["penalty"], start, fused)
