@@ -501,6 +501,7 @@ def test_many_shapes_on_a_gpu_step_as_on_the_cpu(method: type[espalier.RAMDA]) -
     """More of them than there are streams, through many steps, with the structured point looked at in between."""
     torch.manual_seed(0)
     start = [torch.randn(4 + 3 * (i % 13), 5 + 2 * (i % 11)) for i in range(24)]
+    start += [torch.randn(s) for s in ((70, 66), (130, 20), (96, 96), (96, 96))]  # that no single program holds
     here, there = ([nn.Parameter(x.clone().to(d)) for x in start] for d in ("cpu", "cuda"))
     penalty = NuclearNorm(0.02)
     optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.05) for ps in (here, there)]

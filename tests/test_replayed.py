@@ -16,32 +16,47 @@ from espalier import DouglasRachford, NuclearNorm, Subproblem, Tolerance
 from espalier.penalties import singular_values
 from espalier.reading import finish
 from espalier.solvers import Solution, replayed
-from test_nuclear import ask, least_subgradient, penalty_for, pose, values
+from test_nuclear import ask, least_subgradient, penalty_for, values
+from test_nuclear import pose as nuclear_pose
 
 pytest.importorskip("triton")
+
+from espalier import kernels
+from espalier.recording import Recording
 
 # the interpreter computes masked lanes too, and there it divides by zero
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((3, 40, 24), (2, 17, 30), (2, 16, 16), (1, 1, 9), (2, 9, 1))
 
 
 class Anew:
     """A recording that is made anew each time, with what a recording does: its result lies in one place."""
 
-    made = 0
-    replays = 0
-
     def __init__(self, work: Callable[[], Tensor | None], device: torch.device) -> None:
         self.work = work
         with torch.inference_mode(False), torch.no_grad():
             self.result = work()
-        Anew.made += 1
 
     def __call__(self) -> Tensor | None:
-        Anew.replays += 1
         found = self.work()
         return None if self.result is None or found is None else self.result.copy_(found)
+
+
+class Counted:
+    """On a GPU recordings, without one what is made anew."""
+
+    made = 0
+    replays = 0
+
+    def __init__(self, work: Callable[[], Tensor | None], device: torch.device) -> None:
+        Counted.made += 1
+        self.recording = (Recording if DEVICE == "cuda" else Anew)(work, device)
+
+    def __call__(self) -> Tensor | None:
+        Counted.replays += 1
+        return self.recording()
 
 
 @pytest.fixture
@@ -49,12 +64,21 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         cuda_stream = 0
 
-    Anew.made = Anew.replays = 0
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
-    monkeypatch.setattr(replayed, "worth_recording", lambda x: True)
-    monkeypatch.setattr(replayed, "Recording", Anew)
+    Counted.made = Counted.replays = 0
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+        monkeypatch.setattr(replayed, "worth_recording", lambda x: True)
+    monkeypatch.setattr(kernels, "takes", lambda x: False)
+    monkeypatch.setattr(replayed, "Recording", Counted)
     monkeypatch.setattr(replayed, "_kept", replayed._Kept())
-    monkeypatch.setattr(singular_values, "_guesses", {})
+    for name in ("_guesses", "_spare"):
+        monkeypatch.setattr(singular_values, name, {})
+
+
+def pose(*args: Any) -> Subproblem:
+    problem = nuclear_pose(*args)
+    there = {k: getattr(problem, k).to(DEVICE) for k in ("anchor", "direction", "metric")}
+    return replace(problem, **there)
 
 
 def solve(problem: Subproblem, penalty: NuclearNorm, solver: DouglasRachford, fused: bool = True) -> Solution:
@@ -69,7 +93,7 @@ def test_the_same_solutions_in_the_same_memory(shape: tuple[int, ...]) -> None:
     penalties = [penalty_for(p, share) for p, share in zip(problems, (0.3, 1e-4, 0.6, 1.5), strict=True)]
     solver, made = DouglasRachford(), []
     for _ in range(2):
-        Anew.made = 0
+        Counted.made = 0
         for problem, penalty in zip(problems, penalties, strict=True):
             plain, found = (solve(problem, penalty, solver, fused) for fused in (False, True))
             torch.testing.assert_close(found.point, plain.point, rtol=0, atol=1e-4 * float(plain.point.abs().max() + 1))
@@ -77,7 +101,7 @@ def test_the_same_solutions_in_the_same_memory(shape: tuple[int, ...]) -> None:
             slack = 2e-5 * float(torch.linalg.matrix_norm(problem.linear).max())
             assert (least_subgradient(problem, penalty, found.point) <= ask(shape, solver, 30, penalty) + slack).all()
             assert (values(problem, penalty, found.point) <= values(problem, penalty, problem.anchor)).all()
-        made.append(Anew.made)
+        made.append(Counted.made)
     assert not found.point.any()  # κ was above all singular values
     assert 2 <= made[0] <= 7  # the beginning, and one for each power of 2 that was needed
     assert made[1] == 0
@@ -100,9 +124,9 @@ def test_the_host_asks_once_where_the_last_problem_took_as_long() -> None:
 
     first, iterations = reads()
     assert first >= iterations > 4
-    Anew.replays = 0
+    Counted.replays = 0
     assert reads() == (1, iterations)
-    assert Anew.replays == 1 + iterations
+    assert Counted.replays == 1 + iterations
     # an easier one is frozen where it is solved, though replays go on
     easier = replace(solver, tolerance=Tolerance(0.3))
     found, plain = (solve(problem, penalty, easier, fused) for fused in (True, False))
@@ -128,12 +152,12 @@ def test_it_gives_up_as_plain_iterations_do(max_iters: int) -> None:
 @pytest.mark.parametrize("what", ["no penalty", "nan", "inf", "far below"])
 def test_what_products_cannot_do_is_left_to_plain_iterations(what: str) -> None:
     """One matrix of three; and the next problem finds nothing of it."""
-    problem = pose((3, 12, 9), 42, dtype=torch.float32)
+    problem = pose((3, 12, 9), 42, 1.0, torch.float32)
     penalty, solver = NuclearNorm(1.0), DouglasRachford(Tolerance(1e-3))
     sound = solve(problem, penalty, solver, fused=False).point
     broken = replace(problem, direction=problem.direction.clone(), metric=problem.metric.clone())
     if what == "no penalty":
-        broken = replace(broken, tau=torch.tensor([1.3, 0.0, 1.3])[:, None, None])
+        broken = replace(broken, tau=torch.tensor([1.3, 0.0, 1.3], device=DEVICE)[:, None, None])
     elif what == "far below":
         broken.metric[1], broken.direction[1] = 1.0, 1e6 * broken.direction[1]
     else:
@@ -164,7 +188,7 @@ def test_room_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replayed, "_SETTLED_BELOW", 1000)
     solver = DouglasRachford()
     for shape in ((1, 12, 9), (1, 11, 9), (1, 5, 9)):
-        problem = pose(shape, 44, dtype=torch.float32)
+        problem = pose(shape, 44, 1.0, torch.float32)
         solve(problem, penalty_for(problem, 0.3), solver)
     assert [key[2][1] for key in replayed._kept.places] == [12, 5]
 
@@ -173,7 +197,7 @@ def test_room_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", [espalier.RAMDA, espalier.ProxGen], ids=lambda m: m.__name__)
 def test_a_training_ends_alike(method: type[espalier.RAMDA]) -> None:
     torch.manual_seed(0)
-    start = [torch.randn(12, 7), torch.randn(5, 20), torch.randn(12, 7)]
+    start = [torch.randn(s, device=DEVICE) for s in ((12, 7), (5, 20), (12, 7))]
     target = [x[:, :2] @ x[:2] / 4 for x in start]
     ends = []
     for fused in (None, False):
@@ -182,9 +206,9 @@ def test_a_training_ends_alike(method: type[espalier.RAMDA]) -> None:
         for _ in range(8):
             for p, x in zip(ps, target, strict=True):
                 p.grad = p.detach() - x
-            Anew.replays = 0
+            Counted.replays = 0
             optimizer.step()
-            assert (Anew.replays > 0) == (fused is None)
+            assert (Counted.replays > 0) == (fused is None)
         ends.append([p.detach() for p in ps])
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
@@ -192,7 +216,7 @@ def test_a_training_ends_alike(method: type[espalier.RAMDA]) -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_what_inference_mode_began_serves_training() -> None:
-    problem = pose((1, 9, 7), 45, dtype=torch.float32)
+    problem = pose((1, 9, 7), 45, 1.0, torch.float32)
     penalty, solver = penalty_for(problem, 0.3), DouglasRachford()
     with torch.inference_mode():
         solve(problem, penalty, solver)

@@ -122,13 +122,17 @@ def on_gpu(where: Path, *, method: str, changes: tuple[str, ...] = (), out: str)
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("method", ["ramda", "rmda", "proxsgd", "proxgen", "proxssi", "dense", "adamw", "waits"])
+@pytest.mark.parametrize(
+    "method", ["ramda", "rmda", "proxsgd", "proxgen", "proxssi", "dense", "adamw", "waits", "nuclear"]
+)
 def test_a_run_of_replays_ends_like_one_of_steps(method: str, precision: str, tmp_path: Path) -> None:
     """Through stages, smaller batches and looks at the structured point."""
     # learning rates that float32 has exactly, for a graph's are such
     adamw = "methods.adamw={optimizer: adamw, lr: 0.0009765625}"
     waits = "methods.waits={optimizer: ramda, lr: 0.0078125, lam: 0.001, solver: {name: pg}}"  # the optimizer's step
-    changes = (adamw, waits, "methods.dense.lr=0.125", "gamma=0.5", f"mixed_precision={precision}")
+    nuclear = "methods.nuclear={optimizer: ramda, lr: 0.0078125, lam: 0.001}"
+    changes = (adamw, waits, nuclear, f"penalty={'nuclear-norm' if method == 'nuclear' else 'group-lasso'}")
+    changes = (*changes, "methods.dense.lr=0.125", "gamma=0.5", f"mixed_precision={precision}")
     ends = []
     for graphs in (True, False):
         job = on_gpu(tmp_path, method=method, changes=(*changes, f"cuda_graph={graphs}"), out=str(graphs))

@@ -11,15 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels import MOST_MEMORY
+from espalier.penalties import singular_values
+from espalier.solvers import anderson
+from espalier.solvers import splitting as reference
 
-# see `penalties/singular_values.py`, `solvers/douglas_rachford.py` and `solvers/anderson.py`
-RESOLUTION = tl.constexpr(1e-5)
-GRAM_BELOW = tl.constexpr(1e10)
-STRAY = tl.constexpr(2.0)
-RIDGE = tl.constexpr(1e-7)
-RELAXATION = tl.constexpr(1.3)
-LEAST_POWER = tl.constexpr(0.01)
-ROUNDING = tl.constexpr(8 * 2.0**-23)
+# what the torch code has, too
+RESOLUTION = tl.constexpr(singular_values.RESOLUTION)
+GRAM_BELOW = tl.constexpr(singular_values.GRAM_BELOW)
+STRAY = tl.constexpr(anderson.STRAY)
+RIDGE = tl.constexpr(anderson.RIDGE)
+RELAXATION = tl.constexpr(reference.RELAXATION)
+LEAST_POWER = tl.constexpr(reference.LEAST_POWER)
+ROUNDING = tl.constexpr(reference.ROUNDING * torch.finfo(torch.float32).eps)
 # slots in which Anderson's numbers lie, a power of 2
 SLOTS = tl.constexpr(MOST_MEMORY)
 LONGEST_PAUSE = tl.constexpr(1 << 20)
@@ -30,17 +33,20 @@ _LEAST = 16  # rows and columns of a product
 def soft_threshold(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
     """U max(Σ − κ, 0) Vᵀ of each matrix, κ (L); and bounds: where these are not below GRAM_BELOW it is not precise."""
     y, bounds = torch.empty_like(x), torch.empty(len(x), dtype=torch.float64, device=x.device)
-    layout, options = _layout(x)
-    _soft_threshold[(len(x),)](x, kappa, y, bounds, *layout, **options)
+    with torch.cuda.device_of(x):
+        _soft_threshold[(len(x),)](x, kappa, y, bounds, *_size(x), **_options(x))
     return y, bounds
 
 
-def _layout(x: Tensor) -> tuple[tuple[int, int, int, int], dict[str, int]]:
-    """Rows and columns, no more of these, with their strides; and what the programs are compiled for."""
-    m, n = x.shape[1:]
-    rows, columns, row, column = (m, n, n, 1) if m >= n else (n, m, 1, n)
-    height, width = (max(_LEAST, triton.next_power_of_2(size)) for size in (rows, columns))
-    return (rows, columns, row, column), {"M": height, "N": width, "num_warps": max(4, width // 4)}
+def _size(x: Tensor) -> tuple[int, int]:
+    """Rows and columns, no more of these: wide matrices are turned."""
+    return max(x.shape[1:]), min(x.shape[1:])
+
+
+def _options(x: Tensor) -> dict[str, int]:
+    """What the programs are compiled for. Each warp has 16 rows of a product; more of them would repeat it."""
+    height, width = (max(_LEAST, triton.next_power_of_2(size)) for size in _size(x))
+    return {"TURNED": x.shape[1] < x.shape[2], "M": height, "N": width, "num_warps": max(4, height // 16)}
 
 
 def solve(
@@ -53,13 +59,13 @@ def solve(
     """
     count = len(start)
     z, best = torch.empty_like(start), torch.empty_like(start)
-    points, moves = start.new_empty(2, count, memory, *start.shape[1:])
+    points, moves = (start.new_empty(count, memory, *start.shape[1:]) for _ in range(2))
     iterations = torch.empty(count, dtype=torch.int32, device=start.device)
-    layout, options = _layout(start)
-    _solve[(count,)](
-        linear, metric, start, kappa, tolerance, points, moves, best, z, iterations, *layout, max_iters,
-        MEMORY=memory, **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(start):
+        _solve[(count,)](
+            linear, metric, start, kappa, tolerance, points, moves, best, z, iterations, *_size(start), max_iters,
+            MEMORY=memory, **_options(start),
+        )  # fmt: skip
     return z, iterations
 
 
@@ -73,10 +79,11 @@ def judge(
     choice (L, 4): it is solved, the step is the best so far, V is mixed next, V goes back to the best. All are false
     where there was nothing to do.
     """
-    _judge[(len(residual),)](
-        residual, gap, angles, limits, holds, made, slot, known, state, least, taken, weights, choice,
-        MEMORY=weights.shape[1], num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(residual):
+        _judge[(len(residual),)](
+            residual, gap, angles, limits, holds, made, slot, known, state, least, taken, weights, choice,
+            MEMORY=weights.shape[1], num_warps=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -96,6 +103,7 @@ def threshold(y, kappa, eye):
     square = tl.dot(sign, sign, out_dtype=tl.float64)
     square = tl.dot(square, square, out_dtype=tl.float64)
     bound = tl.sqrt(tl.sqrt(tl.sqrt(tl.sum(square * square))))
+    bound = tl.where(bound == 0, 1.0, bound)
     sign = sign / bound
     low = tl.maximum(2 / bound * RESOLUTION, 1e-12)
     while 1 - low > 1e-6:
@@ -103,7 +111,7 @@ def threshold(y, kappa, eye):
         square = tl.dot(sign, sign, out_dtype=tl.float64)
         sign = 1.5 * alpha * sign - 0.5 * cube * tl.dot(sign, square, out_dtype=tl.float64)
     above = (sign + eye) * 0.5
-    scale = bound + 1
+    scale = tl.where(bound < GRAM_BELOW, bound, GRAM_BELOW) + 1  # what is infinite would never come to its end
     root = (tl.dot(above, ratio, out_dtype=tl.float64) + eye - above) / scale
     inverse = eye
     low = 1 / tl.sqrt(scale)
@@ -119,10 +127,11 @@ def threshold(y, kappa, eye):
 
 
 @triton.jit
-def places(rows, columns, row, column, M: tl.constexpr, N: tl.constexpr):
+def places(rows, columns, TURNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Where the entries of a matrix lie, and which of them there are."""
     i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
-    return i * row + j * column, (i < rows) & (j < columns)
+    entry = j * rows + i if TURNED else i * columns + j
+    return entry, (i < rows) & (j < columns)
 
 
 @triton.jit
@@ -130,13 +139,13 @@ def identity(N: tl.constexpr):
     return tl.where(tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :], 1.0, 0.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "row", "column"])
+@triton.jit(do_not_specialize=["rows", "columns"])
 def _soft_threshold(
-    x, kappa, y, bounds, rows, columns, row, column,
-    M: tl.constexpr, N: tl.constexpr,
+    x, kappa, y, bounds, rows, columns,
+    TURNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    matrix = tl.program_id(0)
-    entry, inside = places(rows, columns, row, column, M, N)
+    matrix = tl.program_id(0).to(tl.int64)
+    entry, inside = places(rows, columns, TURNED, M, N)
     here = matrix * rows * columns + entry
     k = tl.load(kappa + matrix).to(tl.float64)
     found, bound = threshold(tl.load(x + here, inside, 0.0), k, identity(N))
@@ -241,14 +250,14 @@ def mean_metric(h, b, kappa, inside, rows, columns):
     return tl.exp2(tl.log2(mean) / power)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "row", "column", "max_iters"])
+@triton.jit(do_not_specialize=["rows", "columns", "max_iters"])
 def _solve(
     linear, metric, start, kappa, tolerance, points, moves, best, z, iterations,
-    rows, columns, row, column, max_iters,
-    MEMORY: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    rows, columns, max_iters,
+    MEMORY: tl.constexpr, TURNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    matrix = tl.program_id(0)
-    entry, inside = places(rows, columns, row, column, M, N)
+    matrix = tl.program_id(0).to(tl.int64)
+    entry, inside = places(rows, columns, TURNED, M, N)
     size = rows * columns
     here = matrix * size + entry
     ring = matrix * MEMORY * size + entry
@@ -269,30 +278,33 @@ def _solve(
     products = tl.zeros((SLOTS, SLOTS), tl.float64)
     usable = at < 0
     least = tl.full((), float("inf"), tl.float32)
-    gap = tl.full((), 0.0, tl.float32)
-    done, precise = matrix < 0, matrix >= 0
-    taken, plain, pause = matrix * 0, matrix * 0, matrix * 0 + 1
+    done, precise, descending = matrix < 0, matrix >= 0, matrix < 0
+    taken, plain, pause = tl.program_id(0) * 0, tl.program_id(0) * 0, tl.program_id(0) * 0 + 1
+    steepest = tl.max(tl.where(inside, h, 0.0))
     tl.store(best + here, v, inside)
-    while ~done & (taken < max_iters):
-        slot = taken % MEMORY
-        taken += 1
-        if taken == max_iters:
+    while ~done:
+        if taken == max_iters - 1:
             tl.debug_barrier()
             v = tl.load(best + here, inside, 0.0)
-        y = reflected(v, b, h)
-        x, bound = threshold(y, k.to(tl.float64), eye)
+        y = tl.where(descending, first - (h * first - b) / steepest, reflected(v, b, h))
+        x, bound = threshold(y, tl.where(descending, k / steepest, k).to(tl.float64), eye)
         tl.store(z + here, x, inside)
         precise = bound < GRAM_BELOW  # not where it is NaN
+        slot = taken % MEMORY
+        taken += tl.where(descending, 0, 1)
         move = x - 0.5 * (y + v)
         v += move * RELAXATION
-        tl.store(points + ring + slot * size, v, inside)
-        tl.store(moves + ring + slot * size, move, inside)
         subgradient = (h - 1) * move
         residual = tl.sqrt(tl.sum(subgradient * subgradient))
         delta = first - x
         gap = tl.sum((subgradient + 0.5 * (h * delta)) * delta)
-        done = solves(residual, gap, wanted, floor) | ~precise
-        if ~done & (taken < max_iters):
+        done = descending | solves(residual, gap, wanted, floor) | ~precise
+        # after the last, where it may lie above the start, a step of proximal gradient from there
+        done = done | ((taken == max_iters) & (gap >= 0))
+        descending = ~done & (taken == max_iters)
+        if ~done & ~descending:
+            tl.store(points + ring + slot * size, v, inside)
+            tl.store(moves + ring + slot * size, move, inside)
             stray = residual > least * STRAY
             if residual < least:
                 least = residual
@@ -310,9 +322,4 @@ def _solve(
                 for n in tl.static_range(MEMORY):
                     share = tl.sum(tl.where(at == n, c, 0.0))
                     v += share * tl.load(points + ring + n * size, inside & (n < taken), 0.0)
-    if ~done & (gap < 0):
-        steepest = tl.max(tl.where(inside, h, 0.0))
-        x, bound = threshold(first - (h * first - b) / steepest, (k / steepest).to(tl.float64), eye)
-        tl.store(z + here, x, inside)
-        precise = bound < GRAM_BELOW
     tl.store(iterations + matrix, tl.where(precise, taken, 0))

@@ -39,9 +39,9 @@ def replayed(start: Tensor, memory: int) -> Replayed | None:
     if key not in _kept.places:
         if _kept.entries + entries > _SETTLED_BELOW:
             return None
-        _kept.entries += entries
         with torch.inference_mode(False):
             _kept.places[key] = Replayed(start, memory)
+        _kept.entries += entries
     return _kept.places[key]
 
 
@@ -49,13 +49,15 @@ class Replayed:
     """Where problems of one shape are solved, one after the other."""
 
     def __init__(self, start: Tensor, memory: int) -> None:
+        from espalier.kernels import MOST_MEMORY
+
         count, device = len(start), start.device
         self.posed = Posed(*start.new_ones(3, *start.shape), *start.new_ones(2, count, 1, 1))
         self.scaled = scaled(self.posed)
         self.best, self.z, self.solution = start.new_zeros(3, *start.shape)
         self.points, self.moves = start.new_zeros(2, count, memory, *start.shape[1:])
         # what Anderson's mixing knows of each matrix, see `kernels/splitting.py`
-        self.known = torch.zeros(count, 8, 8, dtype=torch.float64, device=device)
+        self.known = torch.zeros(count, MOST_MEMORY, MOST_MEMORY, dtype=torch.float64, device=device)
         self.state = torch.zeros(count, 3, dtype=torch.int32, device=device)
         self.least, self.gap = start.new_zeros(2, count)
         self.weights = start.new_zeros(count, memory)

@@ -11,9 +11,9 @@ from torch.linalg import vector_norm
 # The share of Z − X that a step without mixing adds to V; below 2 it converges.
 RELAXATION = 1.3
 # A power mean of this exponent is the geometric mean, but for a rounding of 1e-5.
-_LEAST_POWER = 0.01
+LEAST_POWER = 0.01
 # Units of rounding of its terms that the residual is not asked to fall below.
-_ROUNDING = 8.0
+ROUNDING = 8.0
 
 
 class Posed(NamedTuple):
@@ -41,14 +41,14 @@ def scaled(problem: Posed) -> Scaled:
     """Divided by ρ."""
     linear, metric, start, kappa, tolerance = problem
     size = min(start.shape[1:]) ** 0.5
-    p = (kappa * size / vector_norm(linear, dim=(1, 2), keepdim=True)).clamp(_LEAST_POWER, 1)
+    p = (kappa * size / vector_norm(linear, dim=(1, 2), keepdim=True)).clamp(LEAST_POWER, 1)
     rho = metric.pow(p).mean((1, 2), keepdim=True).pow(1 / p)
     metric, linear, kappa = metric / rho, linear / rho, kappa / rho
     v = torch.addcmul(start - linear, metric, start)
     # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
     rounding = torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_()
     rounding *= vector_norm(2 * start - v, dim=(1, 2))
-    limits = torch.stack(((tolerance * kappa * size).flatten(), _ROUNDING * rounding), 1)
+    limits = torch.stack(((tolerance * kappa * size).flatten(), ROUNDING * rounding), 1)
     inverse = 1 / (1 + metric)
     return Scaled(v, 2 * inverse - 1, 2 * linear * inverse, metric - 1, kappa, limits)
 
