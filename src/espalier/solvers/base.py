@@ -43,8 +43,9 @@ class Solver(ABC):
         return False
 
     def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor) -> Reading[Solution]:
-        """`solve` for a stack of matrices of one shape, as a work that others may go on beside."""
-        raise NotImplementedError
+        """`solve` for a stack of matrices of one shape, as a work that others may go on beside; needed where it
+        `batches`."""
+        raise NotImplementedError(f"{type(self).__name__} says that it batches, and has no `solving`.")
 
 
 def may_branch(x: Tensor) -> bool:
