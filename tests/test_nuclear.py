@@ -146,7 +146,7 @@ def values(problem: Subproblem, penalty: NuclearNorm, x: Tensor) -> Tensor:
     """Q of each matrix."""
     step = x.double() - problem.anchor.double()
     smooth = (step * (0.5 * problem.metric * step + problem.pull * problem.direction)).sum((1, 2))
-    kappa = torch.as_tensor(problem.tau * penalty.lam, dtype=torch.float64).flatten()
+    kappa = torch.as_tensor(problem.tau * penalty.lam, dtype=torch.float64, device=x.device).flatten()
     return smooth + kappa * torch.linalg.svdvals(x.double()).sum(-1)
 
 
@@ -504,7 +504,10 @@ def test_many_shapes_on_a_gpu_step_as_on_the_cpu(method: type[espalier.RAMDA]) -
     start += [torch.randn(s) for s in ((70, 66), (130, 20), (96, 96), (96, 96))]  # that no single program holds
     here, there = ([nn.Parameter(x.clone().to(d)) for x in start] for d in ("cpu", "cuda"))
     penalty = NuclearNorm(0.02)
-    optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.05) for ps in (here, there)]
+    # at the default tolerance one iteration more or less moves weights by 2 %
+    scalar_metric = method in (espalier.RMDA, espalier.ProxSGD)
+    solver = "auto" if scalar_metric else DouglasRachford(Tolerance(1e-3))
+    optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.05, solver=solver) for ps in (here, there)]
     minimum = [torch.randn_like(x[:, :2]) @ torch.randn_like(x[:2]) for x in start]
     for step in range(16):
         for p, q, m in zip(here, there, minimum, strict=True):
