@@ -15,7 +15,6 @@ from espalier import DouglasRachford, NuclearNorm, Partition, ProximalGradient, 
 from espalier.penalties import singular_values
 from espalier.penalties.singular_values import threshold_singular_values
 from espalier.reading import finish
-from espalier.solvers import douglas_rachford
 from espalier.solvers.anderson import Anderson, _shortest
 
 SHAPES = ((3, 40, 24), (2, 17, 30), (2, 16, 16), (1, 1, 9), (2, 9, 1))
@@ -147,7 +146,7 @@ def values(problem: Subproblem, penalty: NuclearNorm, x: Tensor) -> Tensor:
     """Q of each matrix."""
     step = x.double() - problem.anchor.double()
     smooth = (step * (0.5 * problem.metric * step + problem.pull * problem.direction)).sum((1, 2))
-    kappa = torch.as_tensor(problem.tau * penalty.lam, dtype=torch.float64).flatten()
+    kappa = torch.as_tensor(problem.tau * penalty.lam, dtype=torch.float64, device=x.device).flatten()
     return smooth + kappa * torch.linalg.svdvals(x.double()).sum(-1)
 
 
@@ -413,6 +412,27 @@ def test_mixing_pauses_longer_after_each_failure() -> None:
     assert mixing.weights(1, memory=2) == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_proximal_gradient_without_a_rule_steps_together_as_alone(share: float) -> None:
+    problem = pose((3, 8, 5), 24, decades=2.0)
+    problem = replace(problem, tau=torch.tensor([1.3, 20.0, 0.0], dtype=torch.float64)[:, None, None])
+    penalty, solver = penalty_for(problem, share), ProximalGradient(max_iters=5, rtol=None)
+    assert solver.batches(penalty)
+    for ruled in (
+        ProximalGradient(max_iters=5),
+        replace(solver, tolerance=Tolerance(1e-3)),
+        replace(solver, step="backtracking"),
+    ):
+        assert not ruled.batches(penalty)
+    found = finish(solver.solving(problem, penalty, problem.anchor))
+    assert found.iterations == 5
+    assert not found.point[1].any()
+    for i in range(3):
+        one = {k: getattr(problem, k)[i : i + 1] for k in ("anchor", "direction", "metric", "tau")}
+        alone = solver.solve(replace(problem, **one), penalty, whole((1, 8, 5)), problem.anchor[i : i + 1])
+        torch.testing.assert_close(found.point[i : i + 1], alone.point)
+
+
 @pytest.mark.parametrize("memory", [1, 2, 20])
 def test_any_memory_leads_to_the_solution(memory: int) -> None:
     shape = (2, 12, 10)
@@ -421,110 +441,6 @@ def test_any_memory_leads_to_the_solution(memory: int) -> None:
     z = solver.solve(problem, penalty, whole(shape), problem.anchor)
     torch.testing.assert_close(z.point, truth(problem, penalty), rtol=0, atol=1e-6)
     assert z.iterations < 2000
-
-
-class Replayed:
-    """A recording that is made anew each time, with what a recording does: its result lies in one place."""
-
-    made = 0
-
-    def __init__(self, work: Callable[[], Tensor], device: torch.device) -> None:
-        self.work = work
-        with torch.inference_mode(False), torch.no_grad():
-            self.result = work()
-        Replayed.made += 1
-
-    def __call__(self) -> Tensor:
-        return self.result.copy_(self.work())
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, batches are settled as on a GPU, and their steps recorded."""
-
-    class Stream:
-        cuda_stream = 0
-
-    def begin() -> None:
-        Replayed.made = 0
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
-        monkeypatch.setattr(douglas_rachford, "worth_recording", lambda x: True)
-        monkeypatch.setattr(douglas_rachford, "Recording", Replayed)
-        monkeypatch.setattr(douglas_rachford, "_kept", douglas_rachford._Kept())
-        monkeypatch.setattr(singular_values, "_guesses", {})
-
-    return begin
-
-
-@every_shape
-def test_steps_that_are_recorded_lead_to_the_same_solution(
-    shape: tuple[int, ...], recorded: Callable[[], None]
-) -> None:
-    """Several problems, one after the other, in the same memory, with thresholds far apart."""
-    problems = [pose(shape, 30 + i, dtype=torch.float32) for i in range(4)]
-    penalties = [penalty_for(p, share) for p, share in zip(problems, (0.3, 1e-4, 0.6, 1.01), strict=True)]
-    solver = DouglasRachford(Tolerance(1e-4))
-
-    def solve() -> list[tuple[Tensor, int]]:
-        found = [solver.solve(p, q, whole(shape), p.anchor) for p, q in zip(problems, penalties, strict=True)]
-        return [(s.point, int(s.iterations)) for s in found]
-
-    plain = solve()
-    recorded()
-    made = []
-    for _ in range(2):
-        Replayed.made = 0
-        for (point, iterations), (again, count) in zip(plain, solve(), strict=True):
-            torch.testing.assert_close(again, point, rtol=0, atol=1e-4 * float(point.abs().max() + 1))
-            assert abs(iterations - count) <= 3
-        made.append(Replayed.made)
-    assert 1 <= made[0] <= 6  # one for each power of 2 that was needed
-    assert made[1] == 0
-
-
-def test_recorded_steps_with_matrices_that_have_no_penalty(recorded: Callable[[], None]) -> None:
-    problem = replace(pose((4, 12, 9), 50, dtype=torch.float32), tau=torch.tensor([1.3, 0.0, 1.3, 1.3])[:, None, None])
-    penalty, solver = NuclearNorm(1.0), DouglasRachford(Tolerance(1e-4))
-    plain = solver.solve(problem, penalty, whole((4, 12, 9)), problem.anchor).point
-    recorded()
-    for _ in range(2):
-        again = solver.solve(problem, penalty, whole((4, 12, 9)), problem.anchor).point
-        torch.testing.assert_close(again, plain, rtol=0, atol=1e-3)
-        assert torch.equal(again[1], problem.unpenalised()[1])
-
-
-def test_recorded_steps_leave_what_products_cannot_do_to_the_svd(
-    recorded: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One matrix of four has a threshold too far below its singular values, and is done at once: H is uniform."""
-    problem = pose((4, 12, 9), 51, dtype=torch.float32)
-    problem.metric[2], problem.direction[2] = 1.0, 1e6 * problem.direction[2]
-    problem = replace(problem)  # b was computed before
-    penalty, solver = NuclearNorm(1.0), DouglasRachford(Tolerance(1e-3))
-    plain = solver.solve(problem, penalty, whole((4, 12, 9)), problem.anchor).point
-    recorded()
-    through: list[int] = []
-    svd = singular_values.by_svd
-    monkeypatch.setattr(douglas_rachford, "by_svd", lambda x, kappa: (through.append(len(x)), svd(x, kappa))[1])
-    again = solver.solve(problem, penalty, whole((4, 12, 9)), problem.anchor).point
-    size = plain.abs().amax((1, 2), keepdim=True)
-    torch.testing.assert_close(again / size, plain / size, rtol=0, atol=1e-3)
-    assert through == [4]  # and then the others went on alone
-
-
-def test_recordings_begun_in_inference_mode_serve_training(recorded: Callable[[], None]) -> None:
-    recorded()
-    p = nn.Parameter(torch.randn(9, 7))
-    optimizer = espalier.RAMDA([{"params": [p], "penalty": NuclearNorm(0.1)}])
-    p.grad = torch.randn(9, 7)
-    optimizer.step()
-    douglas_rachford._kept.settled.clear()
-    with torch.inference_mode(), optimizer.structured():
-        pass
-    assert len(douglas_rachford._kept.settled) == 1
-    before = p.detach().clone()
-    optimizer.step()
-    assert not torch.equal(p, before)
 
 
 # ------------------------------------------------------------------------------------------------- on a GPU
@@ -585,9 +501,13 @@ def test_many_shapes_on_a_gpu_step_as_on_the_cpu(method: type[espalier.RAMDA]) -
     """More of them than there are streams, through many steps, with the structured point looked at in between."""
     torch.manual_seed(0)
     start = [torch.randn(4 + 3 * (i % 13), 5 + 2 * (i % 11)) for i in range(24)]
+    start += [torch.randn(s) for s in ((70, 66), (130, 20), (96, 96), (96, 96))]  # that no single program holds
     here, there = ([nn.Parameter(x.clone().to(d)) for x in start] for d in ("cpu", "cuda"))
     penalty = NuclearNorm(0.02)
-    optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.05) for ps in (here, there)]
+    # at the default tolerance one iteration more or less moves weights by 2 %
+    scalar_metric = method in (espalier.RMDA, espalier.ProxSGD)
+    solver = "auto" if scalar_metric else DouglasRachford(Tolerance(1e-3))
+    optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.05, solver=solver) for ps in (here, there)]
     minimum = [torch.randn_like(x[:, :2]) @ torch.randn_like(x[:2]) for x in start]
     for step in range(16):
         for p, q, m in zip(here, there, minimum, strict=True):

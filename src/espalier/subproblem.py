@@ -92,6 +92,8 @@ class Subproblem:
 def together(problems: Sequence[Subproblem]) -> Subproblem:
     """Problems over stacks of matrices as one problem, over all of them."""
     first = problems[0]
+    if len(problems) == 1:
+        return first
 
     def stack(name: str) -> Scalar:
         values = [getattr(problem, name) for problem in problems]

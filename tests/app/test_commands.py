@@ -158,6 +158,8 @@ def problems(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "too long": ([*TRAIN, "--set=scale=1e308"], r"scale='1e308': input should be less than or equal to 100"),
         "no such module": ([*TRAIN, "--set=unpenalised=[nosuch]"], r"ramda can't take these settings: .*nosuch"),
         "a solver of another penalty": ([*TRAIN, "--set=methods.ramda.solver={name: dr}"], r"ramda can't take these"),
+        "no iterations": ([*TRAIN, "--set=methods.ramda.solver={name: exact, max_iters: 3}"], r"of the solvers pg and"),
+        "no such rule": ([*TRAIN, "--set=methods.ramda.solver={name: dr, rtol: 1}"], r"rtol is an option of"),
         "a solver of none": ([*TRAIN, "--set=methods.dense.solver={name: pg}"], r"adamw has no subproblem"),
         "no run": (["shrink", "nothing"], r"nothing is no run"),
         "no such GPU": (["shrink", "nothing", "--device=cuda:77"], r"cuda:77: \d GPUs are visible"),

@@ -81,6 +81,37 @@ def test_full_batches_are_replayed_after_a_warm_up_and_others_stepped(monkeypatc
     assert FakeGraph.replays == 4  # of the nine three were to warm up, and two more are smaller
 
 
+def test_gradients_of_replays_are_there_until_they_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", FakeGraph.recorded)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    p, unused = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+
+    def differentiate(batch: tuple[Tensor, ...]) -> Tensor:
+        assert p.grad is None
+        p.grad = gradient = torch.full((3,), torch.nan)
+        loss = torch.zeros(())
+
+        def work() -> None:
+            gradient.copy_(batch[0].sum().expand(3))
+            loss.copy_(batch[0].sum())
+
+        if FakeGraph.recording is None:
+            work()
+        else:
+            FakeGraph.recording.work = work  # type: ignore[attr-defined]
+        return loss
+
+    replay = graph.Replay(differentiate, [p, unused])
+    for i, size in enumerate([4, 4, 4, 4, 3, 4, 4]):
+        loss = replay((torch.full((size,), float(i)),))
+        assert p.grad is not None
+        assert p.grad.tolist() == [float(loss)] * 3 == [float(i * size)] * 3
+        assert unused.grad is None
+        p.grad = None
+    assert replay.graph is not None
+
+
 def on_gpu(where: Path, *, method: str, changes: tuple[str, ...] = (), out: str) -> Job:
     """Tiny VGG19 on 64 images; a batch of 24 leaves 16 for each epoch's last."""
     changes = ("batch=24", "length=40", "milestones=[12,24]", *changes)
@@ -91,12 +122,17 @@ def on_gpu(where: Path, *, method: str, changes: tuple[str, ...] = (), out: str)
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("method", ["ramda", "rmda", "proxsgd", "proxgen", "proxssi", "dense", "adamw"])
+@pytest.mark.parametrize(
+    "method", ["ramda", "rmda", "proxsgd", "proxgen", "proxssi", "dense", "adamw", "waits", "nuclear"]
+)
 def test_a_run_of_replays_ends_like_one_of_steps(method: str, precision: str, tmp_path: Path) -> None:
     """Through stages, smaller batches and looks at the structured point."""
     # learning rates that float32 has exactly, for a graph's are such
     adamw = "methods.adamw={optimizer: adamw, lr: 0.0009765625}"
-    changes = (adamw, "methods.dense.lr=0.125", "gamma=0.5", f"mixed_precision={precision}")
+    waits = "methods.waits={optimizer: ramda, lr: 0.0078125, lam: 0.001, solver: {name: pg}}"  # the optimizer's step
+    nuclear = "methods.nuclear={optimizer: ramda, lr: 0.0078125, lam: 0.001}"
+    changes = (adamw, waits, nuclear, f"penalty={'nuclear-norm' if method == 'nuclear' else 'group-lasso'}")
+    changes = (*changes, "methods.dense.lr=0.125", "gamma=0.5", f"mixed_precision={precision}")
     ends = []
     for graphs in (True, False):
         job = on_gpu(tmp_path, method=method, changes=(*changes, f"cuda_graph={graphs}"), out=str(graphs))
@@ -146,7 +182,8 @@ def test_what_can_be_replayed_is(tmp_path: Path) -> None:
     assert not replays("ramda", "cuda_graph=false")
     assert not replays("ramda", "accumulate=2")
     assert not replays("ramda", "mixed_precision=fp16")
-    assert not replays("ramda", "methods.ramda.solver.name=pg")
+    assert replays("ramda", "methods.ramda.solver.name=pg")  # but for the optimizer's step
+    assert replays("ramda", "penalty=nuclear-norm")
 
 
 def test_a_cpu_steps_plainly(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 Batch = tuple[Tensor, ...]
 
@@ -19,10 +20,14 @@ class Replay:
     What the step reads and writes must stay where it is: weights, statistics, the optimizer's state and its learning
     rate, which has to be a tensor. A batch of another shape than the recorded one is stepped plainly. The recorded
     step keeps its memory to itself, and plain steps and evaluation have theirs.
+
+    Where the step leaves gradients to the caller, who takes them away after using them, the parameters are named.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor]) -> None:
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Iterable[Parameter] = ()) -> None:
         self.step = step
+        self.parameters = list(parameters)
+        self.gradients: list[Tensor | None] = []
         self.seen = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.shapes: list[torch.Size] = []
@@ -41,6 +46,8 @@ class Replay:
         for here, new in zip(self.inputs, batch, strict=True):
             here.copy_(new, non_blocking=True)
         self.graph.replay()
+        for p, gradient in zip(self.parameters, self.gradients, strict=True):
+            p.grad = gradient
         return self.loss
 
     def _record(self, batch: Batch) -> None:
@@ -51,4 +58,5 @@ class Replay:
         # of this thread alone: a data loader's may ask for memory meanwhile
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.loss = self.step(self.inputs)
+        self.gradients = [p.grad for p in self.parameters]
         self.graph = graph

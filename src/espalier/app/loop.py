@@ -66,7 +66,9 @@ class Training:
         if self.shard["world"] > 1:  # the same weights everywhere, and from here on chances of their own
             set_seed(job.seed, device_specific=True)
         replays = self._replays()
-        self.optimizer = make_optimizer(self.recipe, job.chosen, self.model, self.plan, capturable=replays)
+        self.waits = self._optimizer_waits()
+        capturable = replays and not self.waits
+        self.optimizer = make_optimizer(self.recipe, job.chosen, self.model, self.plan, capturable)
         self.schedule = make_schedule(self.recipe, job.chosen, self.optimizer, self.plan)
         self.looker = Looker(self.task, self.model, self.optimizer, job.seed)
         # the optimizer's state is where it belongs already
@@ -87,7 +89,11 @@ class Training:
             self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
         self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
         self.batches = self._stream()
-        self.replay = Replay(lambda batch: self._step_on([batch])) if replays else None
+        self.replay: Replay | None = None
+        if capturable:
+            self.replay = Replay(lambda batch: self._step_on([batch]))
+        elif replays:  # all but the optimizer's step
+            self.replay = Replay(lambda batch: self._differentiate([batch]), self.model.parameters())
         self.board: SummaryWriter | None = None
 
     def go(self) -> Run:
@@ -128,12 +134,22 @@ class Training:
     def step(self) -> torch.Tensor:
         """One step of the optimizer, on all parts of a batch; the loss of the last."""
         parts = islice(self.batches, self.recipe.accumulate)
-        loss = self._step_on(parts) if self.replay is None else self.replay(next(parts))
+        if self.replay is None:
+            loss = self._step_on(parts)
+        else:
+            loss = self.replay(next(parts))
+            if self.waits:
+                self._apply()
         self.at.batches += self.recipe.accumulate
         self.at.step += 1
         return loss
 
     def _step_on(self, parts: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        loss = self._differentiate(parts)
+        self._apply()
+        return loss
+
+    def _differentiate(self, parts: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         accelerator, at = self.accelerator, self.at
         for batch in parts:
             with accelerator.accumulate(self.net):
@@ -144,18 +160,22 @@ class Training:
             self.loss += loss
         if self.recipe.clip is not None:
             accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        return loss
+
+    def _apply(self) -> None:
         self.stepper.step()
         self.stepper.zero_grad()
-        return loss
 
     def _replays(self) -> bool:
         """Whether steps can be recorded as a CUDA graph and replayed."""
         recipe, accelerator = self.recipe, self.accelerator
         alone = accelerator.num_processes == recipe.accumulate == 1 and accelerator.scaler is None
+        return recipe.cuda_graph and self.device.type == "cuda" and alone and self.task.alike
+
+    def _optimizer_waits(self) -> bool:
+        """Whether its step may wait for the device, as the nuclear norm's does: then it can't be recorded."""
         chosen = self.job.chosen
-        # the nuclear norm waits for the device, and other solvers may
-        waits = chosen.optimizer in STRUCTURED and (recipe.penalty == "nuclear-norm" or chosen.solver != Solver())
-        return recipe.cuda_graph and self.device.type == "cuda" and alone and self.task.alike and not waits
+        return chosen.optimizer in STRUCTURED and (self.recipe.penalty == "nuclear-norm" or chosen.solver != Solver())
 
     def _stream(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """Batches without end, from where the run is."""

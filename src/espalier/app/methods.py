@@ -89,10 +89,14 @@ def _torchs_own(
 
 
 def _solver(settings: Solver) -> str | espalier.Solver:
-    if settings.name != "pg":
+    solvers = {"pg": espalier.ProximalGradient, "dr": espalier.DouglasRachford}
+    if settings.name not in solvers:
         return settings.name
-    limits: dict[str, Any] = {"max_iters": settings.max_iters, "rtol": settings.rtol}
-    return espalier.ProximalGradient(**{k: v for k, v in limits.items() if v is not None})
+    options = settings.model_dump(exclude={"name"}, exclude_none=True)
+    if settings.rtol == 0:
+        options["rtol"] = None
+    made: espalier.Solver = solvers[settings.name](**options)
+    return made
 
 
 def make_schedule(recipe: Recipe, method: Method, optimizer: Optimizer, plan: Plan) -> Schedule:

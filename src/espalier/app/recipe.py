@@ -87,12 +87,14 @@ class Solver(Strict):
 
     name: Literal["auto", "exact", "pg", "newton", "dr"] = "auto"
     max_iters: PositiveInt | None = None
-    rtol: Weight | None = None
+    rtol: Weight | None = None  # 0: no such rule
 
     @model_validator(mode="after")
     def _takes_limits(self) -> Solver:
-        if self.name != "pg" and (self.max_iters, self.rtol) != (None, None):
-            raise ValueError("max_iters and rtol are the options of the solver pg")
+        if self.max_iters is not None and self.name not in ("pg", "dr"):
+            raise ValueError("max_iters is an option of the solvers pg and dr")
+        if self.rtol is not None and self.name != "pg":
+            raise ValueError("rtol is an option of the solver pg")
         return self
 
 

@@ -1,7 +1,7 @@
-"""Triton kernels for a whole step, and the one seam behind which they stand.
+"""Triton kernels, and the two seams behind which they stand.
 
-`Fused` takes the parameters that the kernels serve; the torch code in `solvers/` and `optim/` is the reference, and
-does the rest.
+`Fused` takes the parameters whose whole step the kernels serve, and `takes` small matrices under the nuclear norm; the
+torch code in `solvers/` and `optim/` is the reference, and does the rest.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,8 +30,14 @@ Group: TypeAlias = dict[str, Any]
 _PENALTIES = (type(None), GroupLasso, SparseGroupLasso, GroupMCP, L1)
 _SOLVERS = (ClosedForm, Exact, NewtonRaphson)
 _OLDEST_TRITON = (3, 4)
+# products in float64, and the GPUs on which these are fast and find room: A100, H100, H200
+_OLDEST_TRITON_IN_FLOAT64 = (3, 5)
+_IN_FLOAT64 = ((8, 0), (9, 0))
 # sets of parameters with a gradient, in each group, whose plans are remembered
 _KEPT = 8
+# rows and columns of a matrix that one program keeps at hand, and how many of its last points it mixes
+_MOST_ROWS, _MOST_COLUMNS = 128, 64
+MOST_MEMORY = 8
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,14 +50,8 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return f"there is no kernel for {type(penalty).__name__}"
     if penalty is not None and not isinstance(optimizer._solver(group), _SOLVERS):
         return f"there is no kernel for {type(optimizer._solver(group)).__name__}"
-    if torch.version.hip:
-        return "the kernels are for NVIDIA GPUs"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    import triton
-
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
-        return f"Triton {triton.__version__} is too old: 3.4, which torch 2.8 brings, is the first that compiles them"
+    if (reason := missing()) is not None:
+        return reason
     from espalier.kernels import launch
     from espalier.kernels.geometry import geometry, tile_of
 
@@ -68,6 +69,30 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
         return None
     if tile_of(at, launch.processors(p.device)) is None:
         return f"its groups of {at.rows * at.run} entries are too large"
+    return None
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels in `splitting` take these matrices (L, m, n)."""
+    small = min(x.shape[1:]) <= _MOST_COLUMNS and max(x.shape[1:]) <= _MOST_ROWS and x.numel() > 0
+    return small and x.is_cuda and x.dtype == torch.float32 and _in_float64(x.device)
+
+
+@cache
+def _in_float64(device: torch.device) -> bool:
+    return missing(_OLDEST_TRITON_IN_FLOAT64) is None and torch.cuda.get_device_capability(device) in _IN_FLOAT64
+
+
+def missing(oldest: tuple[int, int] = _OLDEST_TRITON) -> str | None:
+    """Why no kernel runs here; None where they do."""
+    if torch.version.hip:
+        return "the kernels are for NVIDIA GPUs"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < oldest:
+        return f"Triton {triton.__version__} is too old: 3.4, which torch 2.8 brings, is the first that compiles them"
     return None
 
 

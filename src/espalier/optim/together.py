@@ -63,9 +63,10 @@ def update_together(optimizer: StructuredOptimizer, group: Group, params: list[T
 def _solve_together(
     optimizer: StructuredOptimizer, group: Group, turns: list[_Turn], finite: Tensor | bool
 ) -> Reading[None]:
-    start = torch.cat([t.start for t in turns])
+    start = torch.cat([t.start for t in turns]) if len(turns) > 1 else turns[0].start
     problem = together([t.problem for t in turns])
-    solution = yield from optimizer._solver(group).solving(problem, group["penalty"], start)
+    solver, fused = optimizer._solver(group), group["fused"] is not False
+    solution = yield from solver.solving(problem, group["penalty"], start, fused)
     for t, point in zip(turns, torch.split(solution.point, [len(t.start) for t in turns]), strict=True):
         z = t.groups.merge(point, t.x["weight"].shape)
         if "point" in t.x:

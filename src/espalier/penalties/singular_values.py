@@ -20,7 +20,7 @@ from espalier.reading import Reading, finish
 from espalier.recording import Recording
 
 # A singular value so near κ, relative to κ, may count as above or below it.
-_RESOLUTION = 1e-5
+RESOLUTION = 1e-5
 # (σ_max / κ)² up to which the Gram matrix is precise enough
 GRAM_BELOW = 1e10
 # n³ times matrices up to which launching the products takes longer than making them
@@ -29,6 +29,8 @@ _RECORD_BELOW = 2**30
 _RECORDS = 128
 # (σ/κ)² is bounded by powers of 2 whose exponents are this far apart: products are recorded anew for each
 _COARSE = 6
+# times in a row that a lower power would have done before it is taken
+_PATIENCE = 16
 
 
 def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
@@ -36,12 +38,20 @@ def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
     return finish(thresholding(x, kappa))
 
 
-def thresholding(x: Tensor, kappa: Tensor) -> Reading[Tensor]:
-    """The same, by a work that others may go on beside."""
-    if x.dtype == torch.float32 and x.numel():
-        y = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
-        if y is not None:
+def thresholding(x: Tensor, kappa: Tensor, fused: bool = False) -> Reading[Tensor]:
+    """The same, by a work that others may go on beside; small matrices by a kernel, if `fused`."""
+    from espalier import kernels
+
+    if fused and kernels.takes(x):
+        from espalier.kernels import splitting
+
+        y, bounds = splitting.soft_threshold(x.contiguous(), kappa.contiguous())
+        if all(bound < GRAM_BELOW for bound in (yield bounds)):
             return y
+    elif x.dtype == torch.float32 and x.numel():
+        found = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
+        if found is not None:
+            return found
     return by_svd(x, kappa)
 
 
@@ -94,9 +104,15 @@ def guess(x: Tensor) -> int:
 
 def sufficed(x: Tensor, exponent: int, bound: float) -> bool:
     """Whether that power of 2 was above the bound that was found. The next guess is made of it."""
+    key = (x.device, x.shape)
     needed = math.frexp(bound)[1]
-    enough = _COARSE * math.ceil(max(needed + 1, 1) / _COARSE)  # with room to grow, lest it go up and down
-    _guesses[x.device, x.shape] = enough if needed > exponent else min(exponent, enough)
+    enough = _COARSE * math.ceil(max(needed + 1, 1) / _COARSE)  # with room to grow
+    # lest it go up and down, as where matrices of one shape have several thresholds
+    _spare[key] = _spare.get(key, 0) + 1 if enough < exponent else 0
+    if needed > exponent or _spare[key] >= _PATIENCE:
+        _guesses[key], _spare[key] = enough, 0
+    else:
+        _guesses[key] = exponent
     return needed <= exponent
 
 
@@ -123,7 +139,7 @@ def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     bound = torch.bmm(square, square).square().sum((1, 2), keepdim=True).pow(1 / 8)  # at most n^⅛ too large
     bound = torch.where(bound > 0, bound, 1.0)  # NaN stays in its matrix
     sign, square = sign / bound, square / bound.square()
-    for i, alpha in enumerate(_scalings(max(2 * _RESOLUTION / largest, 1e-12))):
+    for i, alpha in enumerate(_scalings(max(2 * RESOLUTION / largest, 1e-12))):
         square = torch.bmm(sign, sign) if i else square
         sign = torch.baddbmm(sign, sign, square, beta=1.5 * alpha, alpha=-0.5 * alpha**3)
     above = (sign + one) / 2  # E
@@ -165,6 +181,7 @@ class _Kept(threading.local):
 
 _kept = _Kept()
 _guesses: dict[tuple[torch.device, torch.Size], int] = {}
+_spare: dict[tuple[torch.device, torch.Size], int] = {}  # how many times in a row less would have done
 
 
 def _recorded(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, field
 
 # A residual this many times the least so far is a failure of mixing.
-_STRAY = 2.0
+STRAY = 2.0
 # Added to the squared lengths, 1, of the moves mixed: their products are no more precise in float32.
-_RIDGE = 1e-7
+RIDGE = 1e-7
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Anderson:
         to the best."""
         for i, product in enumerate(products):
             self.products[slot, i] = self.products[i, slot] = product
-        better, stray = residual < self.least, residual > _STRAY * self.least
+        better, stray = residual < self.least, residual > STRAY * self.least
         if better:
             self.least = residual
         if stray:
@@ -67,7 +67,7 @@ def _shortest(products: list[list[float]]) -> list[float] | None:
     # (cosines + ridge) y = 1/length by elimination, c = y/length but for the sum
     rows = [[products[i][j] / (length[i] * length[j]) for j in range(n)] + [1 / length[i]] for i in range(n)]
     for k in range(n):
-        rows[k][k] += _RIDGE
+        rows[k][k] += RIDGE
         if not rows[k][k] > 0:
             return None
         for i in range(k + 1, n):

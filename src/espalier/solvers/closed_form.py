@@ -27,7 +27,7 @@ class ClosedForm(Solver):
     def batches(self, penalty: Penalty) -> bool:
         return type(penalty) is NuclearNorm  # a subclass may have another `prox`
 
-    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor) -> Reading[Solution]:
+    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor, fused: bool = True) -> Reading[Solution]:
         assert isinstance(penalty, NuclearNorm)
-        point = yield from penalty.proximal(problem.unpenalised(), problem.tau / problem.metric)
+        point = yield from penalty.proximal(problem.unpenalised(), problem.tau / problem.metric, fused)
         return Solution(point, 1)

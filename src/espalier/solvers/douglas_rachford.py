@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, fields
 from itertools import compress
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty
 from espalier.penalties.nuclear_norm import NuclearNorm
-from espalier.penalties.singular_values import (
-    GRAM_BELOW,
-    by_svd,
-    guess,
-    products,
-    sufficed,
-    thresholding,
-    worth_recording,
-)
+from espalier.penalties.singular_values import thresholding
 from espalier.reading import Reading, finish
-from espalier.recording import Recording
 from espalier.solvers.anderson import Anderson
 from espalier.solvers.base import Solution, Solver
 from espalier.solvers.proximal_gradient import Tolerance
+from espalier.solvers.replayed import replayed
+from espalier.solvers.splitting import RELAXATION, Posed, angles, descent, judged, reflected, scaled
 from espalier.subproblem import Subproblem, as_tensor
-
-# The share of Z − X that a step without mixing adds to V; below 2 it converges.
-_RELAXATION = 1.3
-# A power mean of this exponent is the geometric mean, but for a rounding of 1e-5.
-_LEAST_POWER = 0.01
-# Units of rounding of its terms that the residual is not asked to fall below.
-_ROUNDING = 8.0
-# Entries up to which a batch may stay in memory; entries of the rings, half of all, that may in one thread.
-_SETTLE_BELOW = 1 << 20
-_SETTLED_BELOW = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,8 @@ class DouglasRachford(Solver):
 
     Attributes:
         tolerance: ε_t.
-        max_iters: at most; the last one then starts from the best V.
+        max_iters: at most; the last one then starts from the best V, and where even that is not sure to be below the
+            start, Z is a step of proximal gradient from there.
         memory: how many V are mixed.
     """
 
@@ -88,66 +69,83 @@ class DouglasRachford(Solver):
         return None if isinstance(penalty, NuclearNorm) else "the nuclear norm"
 
     def solve(self, problem: Subproblem, penalty: Penalty, groups: Partition, start: Tensor) -> Solution:
-        return finish(self.solving(problem, penalty, start))
+        return finish(self.solving(problem, penalty, start, fused=False))
 
     def batches(self, penalty: Penalty) -> bool:
         return True
 
-    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor) -> Reading[Solution]:
+    def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor, fused: bool = True) -> Reading[Solution]:
         assert isinstance(penalty, NuclearNorm)
         kappa = as_tensor(problem.tau * (penalty.lam * penalty.weight), start).expand(len(start), 1, 1)
+        metric = as_tensor(problem.metric, start).expand(start.shape)
+        tolerance = as_tensor(self.tolerance.at(problem.t), start).expand(kappa.shape)
+        posed = Posed(problem.linear, metric, start, kappa, tolerance)
+        found = (yield from self._fused(posed)) if fused else None
+        if found is not None:
+            return found
         penalised: list[bool] = yield (kappa != 0).flatten()
         # κ = 0 is an ordinary case, and a − d/H to the bit
         point = torch.empty_like(start) if all(penalised) else problem.unpenalised()
-        batch = (yield from self._begin(problem, kappa, start)).only(penalised).settled()
-        left = [True] * len(batch.v)
+        iterations = yield from self._plainly(posed, penalised, point)
+        return Solution(point, iterations)
+
+    def _fused(self, posed: Posed) -> Reading[Solution | None]:
+        """Small matrices by one kernel, larger ones by recorded iterations; None where neither serves."""
+        from espalier import kernels
+
+        if self.memory > kernels.MOST_MEMORY or kernels.missing() is not None:
+            return None
+        if kernels.takes(posed.start):
+            from espalier.kernels import splitting
+
+            point, taken = splitting.solve(*Posed(*(x.contiguous() for x in posed)), self.max_iters, self.memory)
+            iterations = yield taken
+            return Solution(point, max(iterations)) if all(iterations) else None
+        place = replayed(posed.start, self.memory)
+        if place is None:
+            return None
+        found = yield from place.solving(posed, self.max_iters)
+        return None if found is None else Solution(*found)
+
+    def _plainly(self, posed: Posed, which: list[bool], point: Tensor) -> Reading[int]:
+        """Step by step, for some of the matrices, to where the solutions are wanted. Returns the iterations made."""
+        batch = (yield from self._begin(posed)).only(which)
         iterations = 0
-        while any(left) and iterations < self.max_iters:
+        while len(batch.v) and iterations < self.max_iters:
             slot = iterations % self.memory
             iterations += 1
             last = iterations == self.max_iters
             if last:
-                batch.v.copy_(batch.best)
+                batch.v = batch.best
             ended = yield from batch.step(slot)
-            done = [here and (end or last) for here, end in zip(left, ended, strict=True)]
+            if last:
+                yield from batch.descend([not end for end in ended])
+            done = [end or last for end in ended]
             if any(done):
                 batch.deliver(done, point)
-                left = [here and not d for here, d in zip(left, done, strict=True)]
-                if not batch.replays:  # a smaller batch would have to be recorded, too
-                    batch = batch.only(left)
-                    left = [True] * len(batch.v)
-            if any(left):
+                batch = batch.only([not end for end in done])
+            if len(batch.v):
                 batch.mix(slot)
-        return Solution(point, iterations)
+        return iterations
 
-    def _begin(self, problem: Subproblem, kappa: Tensor, start: Tensor) -> Reading[_Batch]:
-        metric = as_tensor(problem.metric, start).expand(start.shape)
-        size = min(start.shape[1:]) ** 0.5
-        p = (kappa * size / vector_norm(problem.linear, dim=(1, 2), keepdim=True)).clamp(_LEAST_POWER, 1)
-        rho = metric.pow(p).mean((1, 2), keepdim=True).pow(1 / p)
-        metric, linear = metric / rho, problem.linear / rho
-        v = torch.addcmul(start - linear, metric, start)  # at which X is the start
-        tolerance = as_tensor(self.tolerance.at(problem.t), start) * kappa / rho * size
-        # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
-        rounding = torch.finfo(start.dtype).eps * (1 + metric).square_().mean((1, 2)).sqrt_()
-        rounding *= vector_norm(2 * start - v, dim=(1, 2))
-        limits = yield torch.stack((tolerance.flatten(), _ROUNDING * rounding), 1)
-        inverse = 1 / (1 + metric)
+    def _begin(self, posed: Posed) -> Reading[_Batch]:
+        start = posed.start
+        v, factor, constant, stiffness, kappa, limits = scaled(posed)
+        asked: list[list[float]] = yield limits
         count, memory = len(start), self.memory
         return _Batch(
             index=torch.arange(count, device=start.device),
             start=start,
             v=v,
-            z=torch.empty_like(start),
-            factor=2 * inverse - 1,
-            constant=2 * linear * inverse,
-            stiffness=metric - 1,
-            kappa=kappa / rho,
-            best=v.clone(),
+            z=start,
+            factor=factor,
+            constant=constant,
+            stiffness=stiffness,
+            kappa=kappa,
+            best=v,
             points=start.new_zeros(count, memory, *start.shape[1:]),
             moves=start.new_zeros(count, memory, *start.shape[1:]),
-            slot=torch.zeros(1, dtype=torch.long, device=start.device),
-            limits=limits,
+            limits=asked,
             mixing=[Anderson() for _ in range(count)],
             numbers=[[] for _ in range(count)],
         )
@@ -171,34 +169,9 @@ class _Batch:
     best: Tensor  # V after the step of least ‖s‖
     points: Tensor  # the last V, each after its step, in a ring
     moves: Tensor  # their Z − X
-    slot: Tensor  # where in the ring a step goes
     limits: list[list[float]]  # of ‖s‖: what is asked for, and what rounding leaves
     mixing: list[Anderson]
     numbers: list[list[float]]  # ‖s‖, the gap, and the products of the last move with those in the ring
-    recordings: dict[int, Recording[Tensor]] | None = None  # of a step, by the power of 2 that bounds (σ/κ)²
-    replays: bool = False  # whether the last step was one of them
-
-    def settled(self) -> _Batch:
-        """The same in memory that stays from one call to the next, where steps are worth recording."""
-        if self.v.dtype != torch.float32 or self.v.numel() > _SETTLE_BELOW or not worth_recording(self.v):
-            return self
-        key = (self.v.device, torch.cuda.current_stream(self.v.device).cuda_stream, self.points.shape)
-        there = _kept.settled.get(key)
-        if there is None:
-            if _kept.entries + self.points.numel() > _SETTLED_BELOW:
-                return self
-            _kept.entries += self.points.numel()
-            with torch.inference_mode(False):
-                own: dict[str, Any] = {k: x.clone() for k, x in vars(self).items() if isinstance(x, Tensor)}
-            there = _kept.settled[key] = replace(self, **own, recordings={})
-        else:
-            for name, value in vars(self).items():
-                if isinstance(value, Tensor):
-                    getattr(there, name).copy_(value)
-                elif name != "recordings":
-                    setattr(there, name, value)
-        there.replays = True
-        return there
 
     def only(self, which: list[bool]) -> _Batch:
         """Some of the matrices."""
@@ -207,11 +180,11 @@ class _Batch:
         here = self._numbers_of(which)
         parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in parts.items():
-            if isinstance(value, Tensor) and name != "slot":
+            if isinstance(value, Tensor):
                 parts[name] = value[here]
             elif isinstance(value, list):
                 parts[name] = list(compress(value, which))
-        return _Batch(**{**parts, "recordings": None, "replays": False})
+        return _Batch(**parts)
 
     def deliver(self, which: list[bool], point: Tensor) -> None:
         """Copy some of the Z to where the solution is wanted."""
@@ -222,80 +195,40 @@ class _Batch:
         return torch.tensor(list(compress(range(len(which)), which)), dtype=torch.long, device=self.v.device)
 
     def step(self, slot: int) -> Reading[list[bool]]:
-        """The next Z. Returns which matrices it solves."""
-        self.slot.fill_(slot)
-        numbers = None if self.recordings is None else (yield from self._replay(self.recordings))
-        if numbers is None:
-            y = self._reflected()
-            z = (yield from thresholding(y, self.kappa)) if self.recordings is None else by_svd(y, self.kappa)
-            numbers = yield self._go(y, z)
-        self.numbers = numbers
+        """The next Z, and from V to the next point of the ring. Returns which matrices it solves."""
+        y = reflected(self.v, self.factor, self.constant)
+        self.z = yield from thresholding(y, self.kappa)
+        move, residual, gap = judged(self.z, y, self.v, self.start, self.stiffness)
+        self.points[:, slot] = torch.add(self.v, move, alpha=RELAXATION)
+        self.moves[:, slot] = move
+        self.numbers = yield torch.cat((residual[:, None], gap[:, None], angles(self.moves, move)), 1)
         done = []
-        for (residual, gap, *_), (wanted, floor) in zip(self.numbers, self.limits, strict=True):
+        for (norm, below, *_), (wanted, floor) in zip(self.numbers, self.limits, strict=True):
             # NaN ends it, too
-            done.append(not residual > max(wanted, floor) and (gap >= 0 or not residual > floor))
+            done.append(not norm > max(wanted, floor) and (below >= 0 or not norm > floor))
         return done
 
-    def _replay(self, recordings: dict[int, Recording[Tensor]]) -> Reading[list[list[float]] | None]:
-        """The same as one recording, from products alone; None where these are not precise enough."""
-        while True:
-            exponent = guess(self.v)
-            if exponent not in recordings:
-                recordings[exponent] = Recording(partial(self._record, exponent), self.v.device)
-            found: list[list[float]] = yield recordings[exponent]()
-            bound = found.pop()[0]
-            self.replays = bound < GRAM_BELOW
-            if not self.replays:
-                return None
-            if sufficed(self.v, exponent, bound):
-                return found
-
-    def _record(self, exponent: int) -> Tensor:
-        y = self._reflected()
-        z, bound = products(y, self.kappa, exponent)
-        numbers = self._go(y, z)
-        return torch.cat((numbers, bound.to(numbers.dtype).expand(1, numbers.shape[1])))
-
-    def _reflected(self) -> Tensor:
-        """2 X − V."""
-        return torch.addcmul(self.constant, self.factor, self.v)
-
-    def _go(self, y: Tensor, z: Tensor) -> Tensor:
-        """From V to the next point of the ring. Returns `numbers`."""
-        move = torch.sub(z, y + self.v, alpha=0.5)  # Z − X
-        self.z.copy_(z)
-        self.points.index_copy_(1, self.slot, torch.add(self.v, move, alpha=_RELAXATION).unsqueeze(1))
-        self.moves.index_copy_(1, self.slot, move.unsqueeze(1))
-        subgradient = self.stiffness * move  # s = (H − 1) (Z − X)
-        residual = vector_norm(subgradient, dim=(1, 2), keepdim=True)
-        # Q(Z) ≤ Q(start) where this is not negative: Q(start) − Q(Z) ≥ <s, Δ> + ½ <Δ, H Δ>, Δ = start − Z, s ∈ ∂Q(Z)
-        delta = self.start - z
-        gap = torch.addcmul(subgradient + 0.5 * delta, self.stiffness, delta, value=0.5).mul_(delta)
-        angles = (self.moves * move.unsqueeze(1)).sum((2, 3))  # a matrix product might have the digits of TF32
-        return torch.cat((residual.flatten(1), gap.sum((1, 2)).unsqueeze(1), angles), 1)
+    def descend(self, which: list[bool]) -> Reading[None]:
+        """Where Z may lie above the start, take one step of proximal gradient from there, which never does."""
+        above = [here and row[1] < 0 for here, row in zip(which, self.numbers, strict=True)]
+        if not any(above):
+            return
+        z = yield from thresholding(*descent(self.start, self.constant, self.stiffness, self.kappa))
+        self.z = _choose(above, z, self.z)
 
     def mix(self, slot: int) -> None:
         """V ← Σ c_i V_i, or back to the best V."""
-        judged = [m.add(slot, row[0], row[2:]) for m, row in zip(self.mixing, self.numbers, strict=True)]
-        _copy([better for better, _ in judged], self.points[:, slot], self.best)
+        judgement = [m.add(slot, row[0], row[2:]) for m, row in zip(self.mixing, self.numbers, strict=True)]
+        self.best = _choose([better for better, _ in judgement], self.points[:, slot], self.best)
         memory = self.points.shape[1]
         weights = torch.tensor([m.weights(slot, memory) for m in self.mixing], dtype=self.v.dtype).to(self.v.device)
-        torch.sum(weights[:, :, None, None] * self.points, 1, out=self.v)
-        _copy([stray for _, stray in judged], self.best, self.v)
+        self.v = _choose([stray for _, stray in judgement], self.best, (weights[:, :, None, None] * self.points).sum(1))
 
 
-def _copy(which: list[bool], source: Tensor, there: Tensor) -> None:
-    """The matrices chosen."""
+def _choose(which: list[bool], these: Tensor, others: Tensor) -> Tensor:
+    """These matrices where chosen, the others elsewhere."""
     if all(which):
-        there.copy_(source)
-    elif any(which):
-        there.copy_(torch.where(torch.tensor(which, device=there.device).reshape(-1, 1, 1), source, there))
-
-
-class _Kept(threading.local):
-    def __init__(self) -> None:
-        self.settled: dict[tuple[torch.device, int, torch.Size], _Batch] = {}
-        self.entries = 0
-
-
-_kept = _Kept()
+        return these.clone()  # which may be a view of the ring
+    if not any(which):
+        return others
+    return torch.where(torch.tensor(which, device=these.device).reshape(-1, 1, 1), these, others)
