@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -504,10 +505,12 @@ def test_many_shapes_on_a_gpu_step_as_on_the_cpu(method: type[espalier.RAMDA]) -
     start += [torch.randn(s) for s in ((70, 66), (130, 20), (96, 96), (96, 96))]  # that no single program holds
     here, there = ([nn.Parameter(x.clone().to(d)) for x in start] for d in ("cpu", "cuda"))
     penalty = NuclearNorm(0.02)
-    # at the default tolerance one iteration more or less moves weights by 2 %
-    scalar_metric = method in (espalier.RMDA, espalier.ProxSGD)
-    solver = "auto" if scalar_metric else DouglasRachford(Tolerance(1e-3))
-    optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.05, solver=solver) for ps in (here, there)]
+    options: dict[str, Any] = {}
+    if method not in (espalier.RMDA, espalier.ProxSGD):
+        # at the default tolerance one iteration more or less moves weights by 2 %; at the default eps rounding does,
+        # where a gradient happens to be small: so far is float32 from float64 on one device, too
+        options = {"solver": DouglasRachford(Tolerance(1e-3)), "eps": 0.1}
+    optimizers = [method([{"params": ps, "penalty": penalty}], lr=0.05, **options) for ps in (here, there)]
     minimum = [torch.randn_like(x[:, :2]) @ torch.randn_like(x[:2]) for x in start]
     for step in range(16):
         for p, q, m in zip(here, there, minimum, strict=True):

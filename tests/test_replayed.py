@@ -104,7 +104,7 @@ def test_the_same_solutions_in_the_same_memory(shape: tuple[int, ...]) -> None:
         made.append(Counted.made)
     assert not found.point.any()  # κ was above all singular values
     assert 2 <= made[0] <= 7  # the beginning, and one for each power of 2 that was needed
-    assert made[1] == 0
+    assert made[1] <= 1  # a lower power, once it has been enough for a while
 
 
 @pytest.mark.usefixtures("recorded")
