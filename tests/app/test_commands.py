@@ -62,6 +62,7 @@ def test_compare_trains_all_methods_and_keeps_what_is_done(capfd: pytest.Capture
     assert call(*words) == 0
     out = capfd.readouterr().out
     assert re.search(r"RAMDA +│ +[\d.]+ ± [\d.]+ ", out)
+    assert "paper" not in out  # which has no such task
     rows = {row["method"]: row for row in json.loads(Path("runs/digits/compare.json").read_text())}
     # the table's numbers are those of the runs
     for method in ("ramda", "dense"):
@@ -246,7 +247,7 @@ def test_damaged_runs_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names_with_brackets(capfd: pytest.CaptureFixture[str]) -> None:
-    assert call(*TRAIN, "--out=runs[v2][/x]") == 0
+    assert call(*TRAIN, "--out=runs[v2][/x]", "--set=methods.ramda.lam=1") == 0
     assert "espalier shrink 'runs[v2][/x]'" in capfd.readouterr().out
 
 

@@ -116,6 +116,7 @@ def test_what_is_wrong_is_one_line(case: str) -> None:
         ("title: [", "is not YAML"),
         ("just words", "is no recipe"),
         ("title: x", "the key 'task' is missing"),
+        ("title: x\nmethods:\n  ramda: {lr: 1, lam: 2, lr: 3}", r"bad.yaml, line 3: the key 'lr' is there twice"),
     ],
 )
 def test_files_that_are_no_recipes(text: str, message: str, tmp_path: Path) -> None:

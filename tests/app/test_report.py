@@ -417,6 +417,8 @@ def test_perplexity_and_rank(tmp_path: Path) -> None:
     page = page_of(tmp_path, *runs)
     assert 'best structured perplexity</dt><dd class="big">26.25</dd><dd class="note">RMDA, seed 0' in page
     assert "low-rank level" in page
+    assert len(Text(page).row("RMDA")) == 4  # method, seeds, perplexity, rank: the paper has no numbers
+    assert "paper" not in page
 
 
 def test_everything_from_files_is_escaped(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `
 DataDir = Annotated[
     str | None, typer.Option("--data", metavar="DIR", help="Where the data are (see `espalier data`), or hub.")
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 or mps.")]
 Changes = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: scale=0.1, methods.ramda.lr=1e-3."),
@@ -100,7 +100,8 @@ def train(
         text += f", {names.STRUCTURES[run.facts['structure']]} {seen['structure']:.2f} %"
     console.print(text, style="bold")
     console.print(f"Model: {run.model}\nReport: {report}", soft_wrap=True)
-    console.print(f"Next: espalier shrink {shlex.quote(str(run.path))}", soft_wrap=True)
+    if seen.get("structure"):
+        console.print(f"Next: espalier shrink {shlex.quote(str(run.path))}", soft_wrap=True)
 
 
 @app.command()
@@ -156,7 +157,7 @@ def shrink(
     gather: Annotated[Gather, typer.Option(help="Whether layers may select some of their inputs.")] = "auto",
     align: Annotated[int, typer.Option(min=1, help="Keep numbers of channels at multiples of this.")] = 1,
     batch: Annotated[int | None, typer.Option(min=1, help="Time batches of so many test examples.")] = None,
-    device: Annotated[str, typer.Option(help="Where it is checked and timed: auto, cpu, cuda or cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where it is checked and timed: auto, cpu, cuda, cuda:1 or mps.")] = "cpu",
 ) -> None:
     """Take what is zero out of a run's model, check that the rest computes the same, and save it in RUN/shrunk."""
     from espalier.app.deliver import shrink_run

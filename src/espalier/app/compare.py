@@ -66,36 +66,27 @@ def _paper(values: Spread | None, digits: int) -> str:
     return "–" if values is None else " ± ".join(f"{v:.{digits}f}" for v in values)
 
 
-def cells(row: Row, digits: int) -> tuple[str, ...]:
-    """The row as text."""
-    return (
-        names.method(row.method),
-        spread(row.quality, digits),
-        _paper(row.paper_quality, digits),
-        spread(row.structure, 2),
-        _paper(row.paper_structure, 2),
-        f"{row.step_ms:.3g}",
-        str(len(row.quality)),
-    )
-
-
 def table(recipe: Recipe, made: Sequence[Row], metric: str, structure: str) -> Table:
-    """The table to print."""
+    """The table to print; the paper's columns where it has numbers."""
     percent = metric == "accuracy"
+    digits = 2 if percent or metric == "perplexity" else 4
     short = "" if recipe.scale == 1 else f", its schedule × {recipe.scale:g}"
     shown = Table(title=f"{recipe.title}{short}", title_justify="left")
     shown.add_column("method")
-    for head in (
-        metric + (" %" if percent else ""),
-        "paper",
-        f"{names.STRUCTURES[structure]} %",
-        "paper",
-        "ms a step",
-        "runs",
-    ):
+    told = any(row.paper_quality for row in made)
+    paper = ["paper"] if told else []
+    for head in (metric + " %" * percent, *paper, f"{names.STRUCTURES[structure]} %", *paper, "ms a step", "runs"):
         shown.add_column(head, justify="right")
     for row in made:
-        shown.add_row(*cells(row, 2 if percent or metric == "perplexity" else 4))
+        shown.add_row(
+            names.method(row.method),
+            spread(row.quality, digits),
+            *([_paper(row.paper_quality, digits)] if told else []),
+            spread(row.structure, 2),
+            *([_paper(row.paper_structure, 2)] if told else []),
+            f"{row.step_ms:.3g}",
+            str(len(row.quality)),
+        )
     return shown
 
 

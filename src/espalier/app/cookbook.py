@@ -32,10 +32,26 @@ def text(name: str) -> str:
     return (resources.files("espalier.app") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
+class _Once(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that is given twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise Problem(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice")
+            seen.add(key.value)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
 def load(name: str, changes: Iterable[str] = ()) -> Recipe:
     """A recipe by name or file, with `key=value` changes; a dotted key reaches inside."""
+    written = text(name)
     try:
-        raw = yaml.safe_load(text(name))
+        raw = yaml.load(written, _Once)
+    except Problem as problem:
+        raise Problem(f"{name}, {problem}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise Problem(f"{name} is not YAML: {one_line(error)}") from None
     if not isinstance(raw, dict):

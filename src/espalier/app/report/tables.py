@@ -48,8 +48,8 @@ def spread(values: Sequence[float]) -> tuple[float, float | None] | None:
 
 
 def means(runs: list[Run]) -> str:
-    """Each method's mean over its seeds, and the paper's number beside it."""
-    info, told = runs[0].info, _picky(runs)
+    """Each method's mean over its seeds, and the paper's number beside it, where it has one."""
+    info, told, compared = runs[0].info, _picky(runs), any(run.info.paper for run in runs)
     rows = []
     for index, (name, members) in enumerate(words.families(runs).items()):
         chosen, paper = counted(members), members[0].info.paper
@@ -62,13 +62,14 @@ def means(runs: list[Run]) -> str:
                 swatch(index, name),
                 seeds,
                 _mean(qualities, info.metric == "accuracy"),
-                _paper(paper.quality if paper else None, qualities),
+                *([_paper(paper.quality if paper else None, qualities)] if compared else []),
                 _mean(structures, True),
-                _paper(paper.structure if paper else None, structures),
+                *([_paper(paper.structure if paper else None, structures)] if compared else []),
                 *([" or ".join(dict.fromkeys(map(words.source, chosen)))] if told else []),
             ]
         )
-    head = ["method", "seeds", info.metric, "paper", names.STRUCTURES[info.structure], "paper"]
+    paper_head = ["paper"] if compared else []
+    head = ["method", "seeds", info.metric, *paper_head, names.STRUCTURES[info.structure], *paper_head]
     head += ["numbers from"] if told else []
     return table("Each method's mean and standard deviation over seeds", head, rows, "numbers")
 
