@@ -20,9 +20,11 @@ from report import report
 
 import espalier
 
-SHAPES = ((512, 512), (2048, 512), (1024, 4096))
-# that leave half of the rank, and a tenth
+# λ that leave half of the rank, and a tenth, for each shape
 STRENGTHS = {
+    (64, 32): (1.2e-2, 8e-2),
+    (128, 64): (1.5e-2, 1e-1),
+    (256, 128): (2.3e-2, 1.4e-1),
     (512, 512): (2.9e-2, 2.25e-1),
     (2048, 512): (6.5e-2, 4.6e-1),
     (1024, 4096): (9e-2, 6.3e-1),
@@ -77,15 +79,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    parser.add_argument("--shapes", type=int, default=len(STRENGTHS), help="how many of the shapes, from the smallest")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
-    for shape in SHAPES[: args.shapes]:
+    for shape, strengths in list(STRENGTHS.items())[: args.shapes]:
         x = torch.randn(shape, device=args.device)
         torch.linalg.svd(x, full_matrices=False)
         svds = [timed(lambda x=x: torch.linalg.svd(x, full_matrices=False), args.device) for _ in range(5)]
-        for lam in STRENGTHS[shape]:
+        for lam in strengths:
             for count in (1, 8):
                 rows.append(measure(shape, lam, count, statistics.median(svds), args.steps, args.device))
     report("nuclear", args.device, rows, args.out)
