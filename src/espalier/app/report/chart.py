@@ -18,6 +18,7 @@ from espalier.app.report import svg
 WIDTH, HEIGHT = 400, 280
 POINTS = 400
 SLICES = 40
+FRAME = 100  # times the highest end of a line, at most, on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,11 @@ def _limits(axes: Axes, style: Style, data: Sequence[Line]) -> None:
         return
     if style.scale == "log":
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        low, high = _range(data)
+        # what explodes at first leaves the frame: the lines are to be told apart where they end
+        high = min(high, FRAME * max(float(line.y[-1]) for line in data))
+        axes.set_ylim(low / 1.1, high * 1.1)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=8))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     if style.zoom:
