@@ -100,9 +100,26 @@ def test_a_threshold_far_below_the_largest_singular_value(share: float) -> None:
 
 def test_the_gram_matrix_is_left_where_squares_lose_digits() -> None:
     x = torch.diag(torch.tensor([1.0, 1e-3])).unsqueeze(0)
-    for method in (lambda *a: finish(singular_values._by_products(*a)), singular_values._by_eigenvalues):
-        assert method(x, torch.full((1, 1, 1), 1e-6)) is None
-        assert method(x, torch.full((1, 1, 1), 1e-4)) is not None
+    least = {singular_values._by_eigenvalues: 3e-7, lambda *a: finish(singular_values._by_products(*a)): 1e-5}
+    for method, kappa in least.items():
+        assert method(x, torch.full((1, 1, 1), 0.9 * kappa)) is None
+        assert method(x, torch.full((1, 1, 1), 1.2 * kappa)) is not None
+
+
+@every_shape
+@pytest.mark.parametrize("matrix", [gaussian, decaying, low_rank])
+@pytest.mark.parametrize("share", [4e-7, 3e-6])
+def test_a_small_threshold_needs_no_decomposition_of_the_matrix(
+    shape: tuple[int, ...], matrix: Callable[..., Tensor], share: float
+) -> None:
+    """As ProxSGD's is in its last stage, where a decomposition of X itself takes twice as long."""
+    x = matrix(shape)
+    kappa = share * torch.linalg.matrix_norm(x, 2).reshape(-1, 1, 1)
+    y = singular_values._by_eigenvalues(x, kappa)
+    assert y is not None
+    exact = thresholded(x, kappa)[0]
+    # nothing but the rounding of the result
+    assert ((y - exact).abs() <= 2**-24 * exact.abs() + 5e-9 * exact.abs().amax((1, 2), keepdim=True)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,9 +1,10 @@
 """The soft-threshold of singular values, U max(Σ − κ, 0) Vᵀ, by whatever is cheapest where it runs.
 
-In float32 everything passes through the Gram matrix XᵀX in float64, which has twice the digits of X: squaring loses
-nothing that X knew unless κ is below 1e-5 σ_max. Below, and in float64, it is a singular value
-decomposition in float64. On a GPU the Gram matrix is put through matrix products alone: where these take 0.7 ms
-(512×512, H200), its eigenvalues take 4.7 ms, one matrix of a batch after another, and torch.linalg.svd 18.
+In float32 everything passes through the Gram matrix XᵀX in float64, which has twice the digits of X. On a GPU that is
+put through matrix products alone: where these take 0.7 ms (512×512, H200), its eigenvalues take 4.7 ms, one matrix of a
+batch after another, and torch.linalg.svd 18. Products serve where κ is above 1e-5 σ_max; the eigenvalues down to 3e-7
+σ_max, where what squaring loses, 2e-9 σ_max near κ, is still far below the rounding of X. Below that, and in float64, it
+is a singular value decomposition in float64.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from espalier.recording import Recording
 
 # A singular value so near κ, relative to κ, may count as above or below it.
 RESOLUTION = 1e-5
-# (σ_max / κ)² up to which the Gram matrix is precise enough
+# (σ_max / κ)² up to which the Gram matrix is precise enough: for products, and for eigenvalues
 GRAM_BELOW = 1e10
+_EIGENVALUES_BELOW = 1e13
 # n³ times matrices up to which launching the products takes longer than making them
 _RECORD_BELOW = 2**30
 # recordings that are kept, for each thread; more matrices have their products made one by one
@@ -48,8 +50,12 @@ def thresholding(x: Tensor, kappa: Tensor, fused: bool = False) -> Reading[Tenso
         y, bounds = splitting.soft_threshold(x.contiguous(), kappa.contiguous())
         if all(bound < GRAM_BELOW for bound in (yield bounds)):
             return y
-    elif x.dtype == torch.float32 and x.numel():
-        found = (yield from _by_products(x, kappa)) if x.is_cuda else _by_eigenvalues(x, kappa)
+    elif x.is_cuda and x.dtype == torch.float32 and x.numel():
+        found = yield from _by_products(x, kappa)
+        if found is not None:
+            return found
+    if x.dtype == torch.float32 and x.numel():
+        found = _by_eigenvalues(x, kappa)
         if found is not None:
             return found
     return by_svd(x, kappa)
@@ -74,15 +80,18 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     if not bool(gram.isfinite().all()):
         return None
     squares, v = torch.linalg.eigh(gram)
-    if not bool((squares[:, -1:] <= GRAM_BELOW * kappa.square()).all()):
+    ratio = float((squares[:, -1:] / kappa.square()).amax())
+    if not ratio <= _EIGENVALUES_BELOW:
         return None
+    # a κ so small takes away little more than the rounding of products in float32 adds
+    factor = x if ratio <= GRAM_BELOW else wide
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
     first = s.shape[-1] - int((left > 0).sum(-1).max())  # eigenvalues ascend
     share = (left / torch.where(left > 0, s, 1.0)).unsqueeze(-2)[..., first:]
     v = v[..., first:]
-    y: Tensor = (x @ (v * share).to(x.dtype)) @ v.mT.to(x.dtype)
-    return y
+    y: Tensor = (factor @ (v * share).to(factor.dtype)) @ v.mT.to(factor.dtype)
+    return y.to(x.dtype)
 
 
 def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:
