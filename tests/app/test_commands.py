@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +84,63 @@ def test_compare_trains_all_methods_and_keeps_what_is_done(capfd: pytest.Capture
     assert call("report", *map(str, Path("runs/digits").iterdir())) == 0  # as the shell writes *, pages and all
     assert "4 runs of 2 methods" in Path("runs/digits/report.html").read_text()
     assert call("report", "runs/digits/report.html") == 2
+
+
+AT_ONCE = ["compare", "digits", "--device=cpu", "--methods=ramda,dense", "--seeds=0,1", "--at-once=2"]
+
+
+def test_several_runs_at_a_time(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(*AT_ONCE[:-2], "--seeds=0", "--out=alone", *SETS) == 0
+    capfd.readouterr()
+    assert call(*AT_ONCE, "--out=beside", *SETS) == 0
+    out = capfd.readouterr().out
+    assert all(f"{method}, seed {seed}: step 20 of 20" in out for method in ("ramda", "dense") for seed in (0, 1))
+    alone, beside = (json.loads(Path(f"{where}/compare.json").read_text()) for where in ("alone", "beside"))
+    assert [row["quality"][0] for row in beside] == pytest.approx([row["quality"][0] for row in alone], abs=2)
+    assert [len(row["quality"]) for row in beside] == [2, 2]
+    assert call(*AT_ONCE, "--out=beside", *SETS) == 0
+    assert "4 of 4 runs are finished already." in capfd.readouterr().out
+
+
+def test_the_first_problem_stops_the_others_too(capfd: pytest.CaptureFixture[str]) -> None:
+    # seen when the other has begun, too
+    late = ("--set=length=100000", "--set=evaluate_every=300", "--set=methods.dense.lr=1e9")
+    assert call(*AT_ONCE, "--seeds=0", *SETS, *late) == 2
+    assert re.search(r"espalier: dense, seed 0: .*training has diverged", capfd.readouterr().err)
+    assert json.loads(Path("runs/digits/ramda-0/run.json").read_text())["status"] == "stopped"
+
+
+def endless() -> subprocess.Popen[str]:
+    """Two runs at a time, well under way, in a group of their own, all of which a terminal's Ctrl-C would reach."""
+    words = [sys.executable, "-m", "espalier.app.cli", *AT_ONCE, *SETS, "--set=length=100000"]
+    begun = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    looks = [Path(f"runs/digits/ramda-{seed}/metrics.jsonl") for seed in (0, 1)]
+    while not all(look.exists() and look.stat().st_size for look in looks):
+        assert begun.poll() is None
+        time.sleep(0.05)
+    return begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_with_checkpoints(number: signal.Signals) -> None:
+    begun = endless()
+    if number == signal.SIGINT:
+        os.killpg(begun.pid, number)
+    else:
+        begun.send_signal(number)
+    _, said = begun.communicate(timeout=60)
+    assert begun.returncode == 128 + number
+    assert said == "espalier: stopped, checkpoints written. The same command goes on.\n"
+    for seed in (0, 1):
+        assert json.loads(Path(f"runs/digits/ramda-{seed}/run.json").read_text())["status"] == "stopped"
+        assert Path(f"runs/digits/ramda-{seed}/checkpoint.pt").exists()
+
+
+def test_runs_that_nobody_watches_any_more_stop_with_checkpoints() -> None:
+    begun = endless()
+    begun.kill()
+    begun.communicate(timeout=60)  # until all have let go of its output
+    assert all(Path(f"runs/digits/ramda-{seed}/checkpoint.pt").exists() for seed in (0, 1))
 
 
 def test_lists(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

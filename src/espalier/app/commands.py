@@ -110,6 +110,7 @@ def compare(
     data: DataDir = None,
     methods: Annotated[str, typer.Option(help="Some of the recipe's methods, as ramda,rmda; all unless given.")] = "",
     seeds: Annotated[str, typer.Option(help="As 0,1,2.")] = "0",
+    at_once: Annotated[int, typer.Option(min=1, help="Train so many runs at a time, each in its own process.")] = 1,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="The directory of the runs; runs/RECIPE unless given.")] = None,
     set_: Changes = [],  # noqa: B006
@@ -128,7 +129,7 @@ def compare(
         for seed in _seeds(seeds)
     ]
     with Display(console) as progress:
-        runs = train_all(jobs, progress)
+        runs = train_all(jobs, at_once, progress)
     if is_main():
         table, page = compare_runs(loaded, runs, where)
         console.print(table)

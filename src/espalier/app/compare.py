@@ -13,7 +13,8 @@ from rich.table import Table
 from espalier.app import names
 from espalier.app.loop import train
 from espalier.app.picks import picked
-from espalier.app.progress import Progress
+from espalier.app.processes import train_side_by_side
+from espalier.app.progress import Display
 from espalier.app.recipe import Recipe, Spread
 from espalier.app.report import write_report
 from espalier.app.run import Job, Run, replacing
@@ -90,11 +91,15 @@ def table(recipe: Recipe, made: Sequence[Row], metric: str, structure: str) -> T
     return shown
 
 
-def train_all(jobs: Sequence[Job], progress: Progress) -> dict[str, list[Run]]:
+def train_all(jobs: Sequence[Job], at_once: int, display: Display) -> dict[str, list[Run]]:
     """Train what is not trained yet; the runs of each method."""
+    if at_once > 1:
+        trained = train_side_by_side(jobs, at_once, display)
+    else:
+        trained = [train(job, display, resume=True) for job in jobs]
     runs: dict[str, list[Run]] = {}
-    for job in jobs:
-        runs.setdefault(job.method, []).append(train(job, progress, resume=True))
+    for job, run in zip(jobs, trained, strict=True):
+        runs.setdefault(job.method, []).append(run)
     return runs
 
 

@@ -14,8 +14,11 @@ def one_line(error: BaseException) -> str:
 
 
 class Stopped(Exception):
-    """A run was asked to stop by a signal, and has written its checkpoint."""
+    """What was asked to stop by a signal, and has written its checkpoint, says so."""
 
-    def __init__(self, signal: int, step: int) -> None:
-        super().__init__(f"stopped at step {step}, checkpoint written")
-        self.signal = signal
+    def __init__(self, signal: int, said: str) -> None:
+        super().__init__(signal, said)  # of which another process can make it again
+        self.signal, self.said = signal, said
+
+    def __str__(self) -> str:
+        return self.said

@@ -229,7 +229,7 @@ class Training:
     def _stopped(self, asked: int) -> NoReturn:
         if self.accelerator.is_main_process:
             self.run.update(status="stopped")
-        raise Stopped(asked, self.at.step)
+        raise Stopped(asked, f"stopped at step {self.at.step}, checkpoint written")
 
     def _announce(self) -> None:
         """Say what begins, to the person and in run.json."""
@@ -266,7 +266,7 @@ class Training:
             )
             self.run.forget_after(self.at.step)
             self.board = SummaryWriter(self.run.path / "tensorboard", purge_step=self.at.step + 1)
-        self.progress.begin(job, self.data, plan.total, self.at.step, task.metric)
+        self.progress.begin(job, self.data.facts, plan.total, self.at.step, task.metric)
 
     def _finish(self) -> None:
         """Write the model as it is delivered, and the last checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -11,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from torch import Tensor
 
-from espalier.app.data import Data
 from espalier.app.run import Job
 
 SHOW_EVERY = 0.25  # seconds: reading the loss waits for the device
@@ -21,8 +21,8 @@ PRINT_EVERY = 10.0  # seconds, where there is no terminal to draw on
 class Progress(Protocol):
     """Who is told how a run goes."""
 
-    def begin(self, job: Job, data: Data, total: int, at: int, metric: str) -> None: ...
-    def step(self, step: int, loss: Tensor) -> None: ...
+    def begin(self, job: Job, facts: Mapping[str, Any], total: int, at: int, metric: str) -> None: ...
+    def step(self, step: int, loss: Tensor | float) -> None: ...
     def look(self, look: dict[str, Any]) -> None: ...
     def say(self, line: str) -> None: ...
 
@@ -30,8 +30,8 @@ class Progress(Protocol):
 class Silent:
     """Tells nobody."""
 
-    def begin(self, job: Job, data: Data, total: int, at: int, metric: str) -> None: ...
-    def step(self, step: int, loss: Tensor) -> None: ...
+    def begin(self, job: Job, facts: Mapping[str, Any], total: int, at: int, metric: str) -> None: ...
+    def step(self, step: int, loss: Tensor | float) -> None: ...
     def look(self, look: dict[str, Any]) -> None: ...
     def say(self, line: str) -> None: ...
 
@@ -39,7 +39,7 @@ class Silent:
 class Display:
     """Bars with loss, quality and structure in a terminal; a line now and then elsewhere."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, bars: Bars | None = None) -> None:
         self.console = console
         columns = (
             TextColumn("{task.description}", style="bold", markup=False),
@@ -48,7 +48,7 @@ class Display:
             TextColumn("{task.fields[state]}", markup=False),
             TimeRemainingColumn(),
         )
-        self.bars = Bars(*columns, console=console, disable=not console.is_terminal)
+        self.bars = bars or Bars(*columns, console=console, disable=not console.is_terminal)
         self.task: TaskID | None = None
         self.name, self.metric, self.total = "", "", 0
         self.loss = self.seen = ""
@@ -61,21 +61,25 @@ class Display:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bars.stop()
 
-    def begin(self, job: Job, data: Data, total: int, at: int, metric: str) -> None:
+    def beside(self) -> Display:
+        """For another run, beside this one."""
+        return Display(self.console, self.bars)
+
+    def begin(self, job: Job, facts: Mapping[str, Any], total: int, at: int, metric: str) -> None:
         self.name, self.metric, self.total = f"{job.method}, seed {job.seed}", metric, total
         self.loss = self.seen = ""
         self.printed = time.monotonic()
-        size = f"{data.facts['train']:,} to train on" if "train" in data.facts else ""
+        size = f"{facts['train']:,} to train on" if "train" in facts else ""
         going_on = f", going on from step {at}" if at else ""
         self.say(f"{job.recipe.title}: {job.method}, {total:,} steps, {size}{going_on} → {job.out}")
         self.task = self.bars.add_task(self.name, total=total, completed=at, state="")
 
-    def step(self, step: int, loss: Tensor) -> None:
+    def step(self, step: int, loss: Tensor | float) -> None:
         now = time.monotonic()
         if self.task is None or (now - self.shown < SHOW_EVERY and step < self.total):
             return
         self.shown = now
-        self.loss = f"loss {float(loss.detach()):.3f}"
+        self.loss = f"loss {float(loss):.3f}"
         self.bars.update(self.task, completed=step, state=f"{self.loss} {self.seen}")
         if now - self.printed > PRINT_EVERY:
             self._print(step, self.loss)

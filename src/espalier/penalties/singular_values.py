@@ -3,8 +3,8 @@
 In float32 everything passes through the Gram matrix XᵀX in float64, which has twice the digits of X. On a GPU that is
 put through matrix products alone: where these take 0.7 ms (512×512, H200), its eigenvalues take 4.7 ms, one matrix of a
 batch after another, and torch.linalg.svd 18. Products serve where κ is above 1e-5 σ_max; the eigenvalues down to 3e-7
-σ_max, where what squaring loses, 2e-9 σ_max near κ, is still far below the rounding of X. Below that, and in float64, it
-is a singular value decomposition in float64.
+σ_max, where what squaring loses, 2e-9 σ_max near κ, is still far below the rounding of X. Below that, and in float64,
+it is a singular value decomposition in float64.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""Several runs at a time, each in a process of its own: a small training leaves most of a GPU idle."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.app.errors import Problem, Stopped
+from espalier.app.loop import train
+from espalier.app.machine import Signals
+from espalier.app.progress import SHOW_EVERY, Display
+from espalier.app.run import Job, Run, begin, read
+
+LISTEN = 0.2  # seconds, before it looks for signals again
+
+
+def train_side_by_side(jobs: Sequence[Job], at_once: int, display: Display) -> list[Run]:
+    """Train what is not trained yet, so many at a time, on all GPUs in turn unless one is named.
+
+    The first problem stops the others, and so do Ctrl-C and SIGTERM: all write a checkpoint.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Problem("--at-once has one process for a run, accelerate launch has several: take one of the two")
+    # before anything runs: a directory with another run is a problem
+    waiting = deque(job for job in jobs if not begin(job, resume=True).finished)
+    if len(waiting) < len(jobs):
+        display.say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished already.")
+    workers: list[_Worker] = []
+    failure: Exception | None = None
+    gpus, started = torch.cuda.device_count(), 0
+    threads = max(1, torch.get_num_threads() // at_once)
+    with Signals() as signals:
+        while workers or (waiting and failure is None):
+            while waiting and failure is None and len(workers) < at_once:
+                job = waiting.popleft()
+                if gpus > 1 and job.device in ("auto", "cuda"):
+                    job = replace(job, device=f"cuda:{started % gpus}")
+                workers.append(_Worker(job, threads, display.beside()))
+                started += 1
+            heard = wait([worker.ear for worker in workers], LISTEN)
+            ended = [worker for worker in workers if worker.ear in heard and worker.listen()]
+            workers = [worker for worker in workers if worker not in ended]
+            errors = [worker.error for worker in ended if worker.error is not None]
+            if signals.seen:
+                errors = [Stopped(signals.seen, "stopped, checkpoints written")]
+            if errors and failure is None:
+                failure = errors[0]
+                for worker in workers:
+                    worker.process.terminate()
+    if failure is not None:
+        raise failure
+    return [read(job.out) for job in jobs]
+
+
+class _Worker:
+    """A process that trains a job, what it says, and where that is shown."""
+
+    def __init__(self, job: Job, threads: int, shown: Display) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.job, self.shown = job, shown
+        self.error: Exception | None = None
+        self.ear, mouth = spawn.Pipe(duplex=False)
+        self.process = spawn.Process(target=_work, args=(job, threads, mouth))
+        with _deaf():
+            self.process.start()
+        mouth.close()
+
+    def listen(self) -> bool:
+        """Show what it says next; whether that was the last."""
+        try:
+            name, said = self.ear.recv()
+        except (EOFError, OSError):  # at its end, or in the middle of a word
+            self.process.join()
+            if self.error is None and self.process.exitcode:
+                self.error = Problem(f"{self._name} ended with exit code {self.process.exitcode}")
+            return True
+        if name == "error":
+            self.error = Problem(f"{self._name}: {said[0]}") if isinstance(said[0], Problem) else said[0]
+        else:
+            getattr(self.shown, name)(*said)
+        return False
+
+    @property
+    def _name(self) -> str:
+        return f"{self.job.method}, seed {self.job.seed}"
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that start within do not hear Ctrl-C, which a terminal sends to all: they are told by SIGTERM."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # which hears everything again when it has started its own process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(job: Job, threads: int, mouth: Connection) -> None:
+    """What a process does."""
+    torch.set_num_threads(threads)
+    try:
+        train(job, _Teller(mouth), resume=True)
+    except (Problem, Stopped, OSError) as error:
+        mouth.send(("error", (error,)))
+
+
+class _Teller:
+    """A run's progress, on its way to the process that shows it."""
+
+    def __init__(self, mouth: Connection) -> None:
+        self.mouth, self.told, self.total = mouth, 0.0, 0
+        self.heard = True
+
+    def begin(self, job: Job, facts: Mapping[str, Any], total: int, at: int, metric: str) -> None:
+        self.total = total
+        self._tell("begin", job, dict(facts), total, at, metric)
+
+    def step(self, step: int, loss: Tensor | float) -> None:
+        now = time.monotonic()
+        if now - self.told < SHOW_EVERY and step < self.total:
+            return
+        self.told = now
+        self._tell("step", step, float(loss))
+
+    def look(self, look: dict[str, Any]) -> None:
+        self._tell("look", look)
+
+    def say(self, line: str) -> None:
+        self._tell("say", line)
+
+    def _tell(self, name: str, *said: Any) -> None:
+        if not self.heard:
+            return
+        try:
+            self.mouth.send((name, said))
+        except OSError:  # nobody is there any more: as if asked to stop, once
+            self.heard = False
+            signal.raise_signal(signal.SIGTERM)
