@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,14 +92,18 @@ AT_ONCE = ["compare", "digits", "--device=cpu", "--methods=ramda,dense", "--seed
 
 
 def test_several_runs_at_a_time(capfd: pytest.CaptureFixture[str]) -> None:
-    assert call(*AT_ONCE[:-2], "--seeds=0", "--out=alone", *SETS) == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // 2))  # as each of two has: sums depend on it
+    try:
+        assert call(*AT_ONCE, "--at-once=1", "--out=alone", *SETS) == 0
+    finally:
+        torch.set_num_threads(threads)
     capfd.readouterr()
     assert call(*AT_ONCE, "--out=beside", *SETS) == 0
     out = capfd.readouterr().out
     assert all(f"{method}, seed {seed}: step 20 of 20" in out for method in ("ramda", "dense") for seed in (0, 1))
     alone, beside = (json.loads(Path(f"{where}/compare.json").read_text()) for where in ("alone", "beside"))
-    assert [row["quality"][0] for row in beside] == pytest.approx([row["quality"][0] for row in alone], abs=2)
-    assert [len(row["quality"]) for row in beside] == [2, 2]
+    assert [row["quality"] for row in beside] == [row["quality"] for row in alone]
     assert call(*AT_ONCE, "--out=beside", *SETS) == 0
     assert "4 of 4 runs are finished already." in capfd.readouterr().out
 
@@ -110,36 +116,44 @@ def test_the_first_problem_stops_the_others_too(capfd: pytest.CaptureFixture[str
     assert json.loads(Path("runs/digits/ramda-0/run.json").read_text())["status"] == "stopped"
 
 
-def endless() -> subprocess.Popen[str]:
-    """Two runs at a time, well under way, in a group of their own, all of which a terminal's Ctrl-C would reach."""
-    words = [sys.executable, "-m", "espalier.app.cli", *AT_ONCE, *SETS, "--set=length=100000"]
-    begun = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def endless() -> Iterator[subprocess.Popen[str]]:
+    """Two runs of slow steps at a time, well under way, in a group of their own, which Ctrl-C would reach whole."""
+    words = [sys.executable, "-m", "espalier.app.cli", *AT_ONCE, *SETS, "--set=length=100000", "--set=batch=1000"]
     looks = [Path(f"runs/digits/ramda-{seed}/metrics.jsonl") for seed in (0, 1)]
-    while not all(look.exists() and look.stat().st_size for look in looks):
-        assert begun.poll() is None
-        time.sleep(0.05)
-    return begun
+    with subprocess.Popen(
+        words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as begun:
+        try:
+            latest = time.monotonic() + 120
+            while not all(look.exists() and look.stat().st_size for look in looks):
+                assert begun.poll() is None
+                assert time.monotonic() < latest
+                time.sleep(0.05)
+            yield begun
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(begun.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_all_with_checkpoints(number: signal.Signals) -> None:
-    begun = endless()
-    if number == signal.SIGINT:
-        os.killpg(begun.pid, number)
-    else:
-        begun.send_signal(number)
-    _, said = begun.communicate(timeout=60)
-    assert begun.returncode == 128 + number
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_signal_stops_all_with_checkpoints(
+    number: signal.Signals, all_of_them: bool, endless: subprocess.Popen[str]
+) -> None:
+    (os.killpg if all_of_them else os.kill)(endless.pid, number)
+    _, said = endless.communicate(timeout=60)
+    assert endless.returncode == 128 + number
     assert said == "espalier: stopped, checkpoints written. The same command goes on.\n"
     for seed in (0, 1):
         assert json.loads(Path(f"runs/digits/ramda-{seed}/run.json").read_text())["status"] == "stopped"
         assert Path(f"runs/digits/ramda-{seed}/checkpoint.pt").exists()
 
 
-def test_runs_that_nobody_watches_any_more_stop_with_checkpoints() -> None:
-    begun = endless()
-    begun.kill()
-    begun.communicate(timeout=60)  # until all have let go of its output
+def test_runs_that_nobody_watches_any_more_stop_with_checkpoints(endless: subprocess.Popen[str]) -> None:
+    endless.kill()
+    _, said = endless.communicate(timeout=60)  # until all have let go of its output
+    assert "Traceback" not in said
     assert all(Path(f"runs/digits/ramda-{seed}/checkpoint.pt").exists() for seed in (0, 1))
 
 

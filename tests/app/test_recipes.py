@@ -77,6 +77,10 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(cookbook.text("digits").replace("length: 50", "length: 21"))
     assert cookbook.load(str(mine)).length == 21
+    # a key that is given beside those of an anchor is not there twice
+    merged = "methods:\n  ramda: &first {lr: 0.1, momentum: 0.9}\n  rmda: {<<: *first, lr: 0.5}\n"
+    mine.write_text(cookbook.text("digits").split("methods:")[0] + merged)
+    assert cookbook.load(str(mine)).methods["rmda"].lr == 0.5
 
 
 BAD = {
@@ -98,6 +102,7 @@ BAD = {
     "weight decay in dual averaging": (["methods.ramda.weight_decay=1"], r"ramda has no weight decay"),
     "parts that do not fit": (["accumulate=3"], r"batch 128 can't be cut into accumulate = 3"),
     "not YAML": (["batch=[1"], r"the value is not YAML"),
+    "a key twice": (["methods.ramda={lr: 1, lr: 2, lam: 1}"], r"--set methods.ramda=.*: line 1: the key 'lr' is there"),
     "a cosine for dual averaging": (["methods.rmda.schedule=cosine"], r"rmda goes by stages"),
 }
 

@@ -35,14 +35,14 @@ def text(name: str) -> str:
 class _Once(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses a key that is given twice, of which YAML takes the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
+            if (key.tag, key.value) in seen:
                 raise Problem(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice")
-            seen.add(key.value)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+            seen.add((key.tag, key.value))
+        return node
 
 
 def load(name: str, changes: Iterable[str] = ()) -> Recipe:
@@ -81,7 +81,9 @@ def _put(raw: dict[str, Any], dotted: str, value: str) -> None:
             raise Problem(f"--set {dotted}={value}: {'.'.join(path[: i + 1])} is a plain value, with nothing inside")
         at = inner
     try:
-        at[last] = yaml.safe_load(value)
+        at[last] = yaml.load(value, _Once)
+    except Problem as problem:
+        raise Problem(f"--set {dotted}={value}: {problem}") from None
     except yaml.YAMLError:
         raise Problem(f"--set {dotted}={value}: the value is not YAML") from None
 

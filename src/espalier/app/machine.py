@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -65,7 +65,10 @@ def clock(device: torch.device) -> float:
 
 
 class Signals:
-    """Ctrl-C and SIGTERM, kept until the loop asks. A second one acts at once."""
+    """Ctrl-C and SIGTERM, kept until the loop asks. A second one acts at once, unless `patient`."""
+
+    # of a process that is asked by several others, as by the one that started it and by whoever stops them all
+    patient: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.seen = 0
@@ -92,7 +95,8 @@ class Signals:
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
         self.seen = number
-        self._back()
+        if not self.patient:
+            self._back()
 
     def _back(self) -> None:
         for number, handler in self.before.items():

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -24,6 +24,7 @@ from espalier.app.progress import SHOW_EVERY, Display
 from espalier.app.run import Job, Run, begin, read
 
 LISTEN = 0.2  # seconds, before it looks for signals again
+TELL_EVERY = 2 * SHOW_EVERY
 
 
 def train_side_by_side(jobs: Sequence[Job], at_once: int, display: Display) -> list[Run]:
@@ -39,29 +40,49 @@ def train_side_by_side(jobs: Sequence[Job], at_once: int, display: Display) -> l
         display.say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished already.")
     workers: list[_Worker] = []
     failure: Exception | None = None
-    gpus, started = torch.cuda.device_count(), 0
-    threads = max(1, torch.get_num_threads() // at_once)
-    with Signals() as signals:
+    threads = max(1, torch.get_num_threads() // max(1, min(at_once, len(waiting))))
+    saved = True
+    with Signals() as signals, _ended(workers):
         while workers or (waiting and failure is None):
             while waiting and failure is None and len(workers) < at_once:
-                job = waiting.popleft()
-                if gpus > 1 and job.device in ("auto", "cuda"):
-                    job = replace(job, device=f"cuda:{started % gpus}")
-                workers.append(_Worker(job, threads, display.beside()))
-                started += 1
+                workers.append(_Worker(_placed(waiting.popleft(), workers), threads, display.beside()))
             heard = wait([worker.ear for worker in workers], LISTEN)
             ended = [worker for worker in workers if worker.ear in heard and worker.listen()]
-            workers = [worker for worker in workers if worker not in ended]
             errors = [worker.error for worker in ended if worker.error is not None]
+            saved = saved and all(isinstance(error, Stopped) for error in errors)
+            for worker in ended:
+                workers.remove(worker)
             if signals.seen:
-                errors = [Stopped(signals.seen, "stopped, checkpoints written")]
+                errors = [Stopped(signals.seen, "stopped")]
             if errors and failure is None:
                 failure = errors[0]
                 for worker in workers:
                     worker.process.terminate()
+    if isinstance(failure, Stopped):
+        raise Stopped(failure.signal, "stopped, checkpoints written" if saved else "stopped")
     if failure is not None:
         raise failure
     return [read(job.out) for job in jobs]
+
+
+def _placed(job: Job, workers: Sequence[_Worker]) -> Job:
+    """The job on the GPU that has the fewest, unless it names its device."""
+    if job.device not in ("auto", "cuda") or torch.cuda.device_count() < 2:
+        return job
+    taken = [worker.job.device for worker in workers]
+    return replace(job, device=min((f"cuda:{n}" for n in range(torch.cuda.device_count())), key=taken.count))
+
+
+@contextmanager
+def _ended(workers: Sequence[_Worker]) -> Iterator[None]:
+    """Whatever happens within, none is left behind."""
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+        for worker in workers:
+            worker.process.join()
 
 
 class _Worker:
@@ -114,10 +135,12 @@ def _deaf() -> Iterator[None]:
 def _work(job: Job, threads: int, mouth: Connection) -> None:
     """What a process does."""
     torch.set_num_threads(threads)
+    Signals.patient = True
     try:
         train(job, _Teller(mouth), resume=True)
     except (Problem, Stopped, OSError) as error:
-        mouth.send(("error", (error,)))
+        with suppress(OSError):  # nobody is there any more
+            mouth.send(("error", (error,)))
 
 
 class _Teller:
@@ -133,7 +156,7 @@ class _Teller:
 
     def step(self, step: int, loss: Tensor | float) -> None:
         now = time.monotonic()
-        if now - self.told < SHOW_EVERY and step < self.total:
+        if now - self.told < TELL_EVERY and step < self.total:
             return
         self.told = now
         self._tell("step", step, float(loss))
@@ -149,6 +172,6 @@ class _Teller:
             return
         try:
             self.mouth.send((name, said))
-        except OSError:  # nobody is there any more: as if asked to stop, once
+        except OSError:  # nobody is there any more: as if asked to stop
             self.heard = False
             signal.raise_signal(signal.SIGTERM)

@@ -83,8 +83,8 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     ratio = float((squares[:, -1:] / kappa.square()).amax())
     if not ratio <= _EIGENVALUES_BELOW:
         return None
-    # a κ so small takes away little more than the rounding of products in float32 adds
-    factor = x if ratio <= GRAM_BELOW else wide
+    # so small a κ takes away little more than the rounding of products in float32 adds; on a GPU they may be in TF32
+    factor = wide if ratio > GRAM_BELOW or x.is_cuda else x
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
     first = s.shape[-1] - int((left > 0).sum(-1).max())  # eigenvalues ascend

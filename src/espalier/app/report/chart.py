@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,7 +19,6 @@ from espalier.app.report import svg
 WIDTH, HEIGHT = 400, 280
 POINTS = 400
 SLICES = 40
-FRAME = 100  # times the highest end of a line, at most, on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Style:
     scale: Literal["linear", "log", "symlog"] = "linear"
     zoom: bool = False
     stages: tuple[float, ...] = ()
+    frame: float = math.inf  # times the highest end of a line up to which a logarithmic axis reaches
 
 
 def thin(x: NDArray[np.float64], y: NDArray[np.float64], most: int = POINTS) -> NDArray[np.intp]:
@@ -143,7 +144,7 @@ def points(key: str, x_label: str, y_label: str, data: Sequence[Point]) -> str:
 
 def _frame(axes: Axes, title: str, x_label: str) -> Axes:
     """Light axes: the title stands where the eye looks first, not turned on its side."""
-    axes.set_title(title, loc="left", fontsize=12.5, color=svg.INK, pad=8)
+    _title(axes, title)
     axes.set_xlabel(x_label, fontsize=12, color=svg.INK)
     axes.patch.set_visible(False)
     axes.figure.patch.set_visible(False)
@@ -160,6 +161,10 @@ def _frame(axes: Axes, title: str, x_label: str) -> Axes:
     return axes
 
 
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=12.5, color=svg.INK, pad=8)
+
+
 def _limits(axes: Axes, style: Style, data: Sequence[Line]) -> None:
     if style.scale == "symlog":
         # one flip is the least there is: below it the axis is straight, down to a zero that can be seen
@@ -173,9 +178,11 @@ def _limits(axes: Axes, style: Style, data: Sequence[Line]) -> None:
     if style.scale == "log":
         axes.set_yscale("log")
         low, high = _range(data)
-        # what explodes at first leaves the frame: the lines are to be told apart where they end
-        high = min(high, FRAME * max(float(line.y[-1]) for line in data))
-        axes.set_ylim(low / 1.1, high * 1.1)
+        highest = style.frame * max(float(line.y[-1]) for line in data)
+        if high > highest:  # the lines are to be told apart where they end
+            axes.set_ylim(low / 1.1, highest)
+            _title(axes, f"{style.title} · cut off above {highest:,.0f}")
+            high = highest
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=8))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -21,7 +23,10 @@ def quality(runs: list[Run]) -> list[str]:
     """Predictive quality over the epochs, and near their end."""
     metric = runs[0].info.metric
     data = _points_of(runs, metric)
-    style = Style("quality", METRIC[metric], UNIT[metric], "linear" if metric == "accuracy" else _scale(data))
+    scale = "linear" if metric == "accuracy" else _scale(data)
+    # the exponential of a loss explodes where the loss does not
+    frame = 100 if metric == "perplexity" else math.inf
+    style = Style("quality", METRIC[metric], UNIT[metric], scale, frame=frame)
     return _with_zoom(style, data, runs)
 
 
@@ -104,7 +109,7 @@ def _with_zoom(style: Style, data: list[Line], runs: list[Run]) -> list[str]:
     if not data:
         return []
     falls = stages(runs)
-    whole = lines(Style(style.key, style.title, style.unit, style.scale, stages=falls), data)
+    whole = lines(replace(style, stages=falls), data)
     first, last = min(line.x[0] for line in data), max(line.x[-1] for line in data)
     near = [line.between(last - (last - first) / 5, last) for line in data]
     near = [line for line in near if len(line.x)]
@@ -114,8 +119,13 @@ def _with_zoom(style: Style, data: list[Line], runs: list[Run]) -> list[str]:
     return [
         whole,
         lines(
-            Style(
-                f"{style.key}-end", f"{style.title} · last fifth of the epochs", style.unit, style.scale, True, falls
+            replace(
+                style,
+                key=f"{style.key}-end",
+                title=f"{style.title} · last fifth of the epochs",
+                zoom=True,
+                stages=falls,
+                frame=math.inf,
             ),
             near,
         ),
