@@ -80,6 +80,7 @@ def _ended(workers: Sequence[_Worker]) -> Iterator[None]:
         yield
     finally:
         for worker in workers:
+            worker.ear.close()  # lest it wait to be heard
             worker.process.terminate()
         for worker in workers:
             worker.process.join()
