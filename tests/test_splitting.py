@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from espalier import kernels
 from espalier.kernels import splitting
+from espalier.kernels.singular_values import soft_threshold
 
 # the interpreter computes masked lanes too, and there it divides by zero
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -130,7 +131,7 @@ def test_however_few_the_iterations_it_never_goes_up(
 def test_soft_threshold(shape: tuple[int, ...], share: float) -> None:
     x = gaussian(shape)
     kappa = share * torch.linalg.matrix_norm(x, 2).reshape(-1, 1, 1)
-    y, bounds = splitting.soft_threshold(x.to(DEVICE), kappa.to(DEVICE))
+    y, bounds = soft_threshold(x.to(DEVICE), kappa.to(DEVICE))
     exact, singular = thresholded(x, kappa)
     assert (torch.linalg.matrix_norm(y.cpu() - exact) <= 1e-6 * torch.linalg.matrix_norm(x)).all()
     assert (bounds.cpu() >= (1 - 1e-6) * (torch.linalg.svdvals(x)[:, 0] / kappa.flatten()).square() - 1).all()
@@ -147,13 +148,13 @@ def test_what_is_infinite_comes_to_its_end(what: str) -> None:
     kappa *= {"far below": 1e-20, "no threshold": 0.0, "infinite": 1.0}[what]
     if what == "infinite":
         x[0, 3, 4] = math.inf
-    assert not splitting.soft_threshold(x, kappa)[1] < singular_values.GRAM_BELOW
+    assert not soft_threshold(x, kappa)[1] < singular_values.GRAM_BELOW
     assert splitting.solve(x, torch.ones_like(x), x, kappa, torch.ones_like(kappa), 5, 5)[1].tolist() == [0]
 
 
 def test_every_singular_value_at_the_threshold() -> None:
     x = 0.5 * torch.eye(16, device=DEVICE).unsqueeze(0)
-    y, bounds = splitting.soft_threshold(x, torch.full((1, 1, 1), 0.5, device=DEVICE))
+    y, bounds = soft_threshold(x, torch.full((1, 1, 1), 0.5, device=DEVICE))
     assert y.abs().max() <= 1e-6
     assert bounds < singular_values.GRAM_BELOW
 

@@ -73,7 +73,7 @@ def lacking(optimizer: StructuredOptimizer, group: Group, p: Tensor) -> str | No
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels in `splitting` take these matrices (L, m, n)."""
+    """Whether the kernels in `singular_values` and `splitting` take these matrices (L, m, n)."""
     small = min(x.shape[1:]) <= _MOST_COLUMNS and max(x.shape[1:]) <= _MOST_ROWS and x.numel() > 0
     return small and x.is_cuda and x.dtype == torch.float32 and _in_float64(x.device)
 

@@ -45,9 +45,9 @@ def thresholding(x: Tensor, kappa: Tensor, fused: bool = False) -> Reading[Tenso
     from espalier import kernels
 
     if fused and kernels.takes(x):
-        from espalier.kernels import splitting
+        from espalier.kernels.singular_values import soft_threshold
 
-        y, bounds = splitting.soft_threshold(x.contiguous(), kappa.contiguous())
+        y, bounds = soft_threshold(x.contiguous(), kappa.contiguous())
         if all(bound < GRAM_BELOW for bound in (yield bounds)):
             return y
     elif x.is_cuda and x.dtype == torch.float32 and x.numel():
