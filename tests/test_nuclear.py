@@ -480,7 +480,7 @@ def digits(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("digits")
 @every_shape
-@pytest.mark.parametrize("share", [1e-6, 1e-3, 0.5, 1.1])
+@pytest.mark.parametrize("share", [1e-8, 1e-6, 1.2e-5, 1e-3, 0.5, 1.1])  # svd, eigenvalues twice, products
 def test_threshold_on_a_gpu(shape: tuple[int, ...], share: float) -> None:
     for scale in (1.0, 1e-6, 1e8, 1.0):  # what is recorded serves other numbers
         x = (scale * gaussian(shape)).cuda()
