@@ -12,19 +12,16 @@ from signal import SIGTERM, raise_signal
 import pytest
 import safetensors.torch
 import small
-import tiny
 import torch
 from torch import Tensor
 
-from espalier.app import cookbook, graph
-from espalier.app.data import open_data
+from espalier.app import graph
 from espalier.app.deliver import shrink_run
 from espalier.app.errors import Problem, Stopped
 from espalier.app.loop import Training, train
 from espalier.app.machine import make_accelerator
 from espalier.app.progress import Silent
 from espalier.app.run import Job, Run, begin
-from espalier.app.tasks import open_task
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -55,28 +52,6 @@ class FakeGraph:
             yield
         finally:
             cls.recording = None
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "last"), [("cuda", "bf16", True), ("cuda", "no", False), ("cpu", "bf16", False)]
-)
-def test_images_come_channels_last_to_convolutions_in_half_precision(
-    device: str, precision: str, last: bool, tmp_path: Path
-) -> None:
-    recipe = cookbook.load("vgg19-cifar10", [f"mixed_precision={precision}"])
-    data = open_data("cifar10", tiny.make("cifar10", tmp_path), device=torch.device("cpu"), options={})
-    task = open_task(recipe, data, torch.device(device))
-    batch = next(iter(data.test.batches(4)))
-    seen: list[Tensor] = []
-
-    class Model(torch.nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            seen.append(images)
-            return images.flatten(1)[:, :10]
-
-    task.loss(Model(), batch, [])
-    assert seen[0].is_contiguous(memory_format=torch.channels_last) == last
-    assert torch.equal(seen[0], batch[0])
 
 
 def test_full_batches_are_replayed_after_a_warm_up_and_others_stepped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,7 @@ class Classification(Task):
 
     def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
         images, labels = batch
-        logits = model(self._laid_out(images))
-        return F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing), carry
+        return F.cross_entropy(model(images), labels, label_smoothing=self.recipe.label_smoothing), carry
 
     def meters(self) -> dict[str, Metric]:
         accuracy = MulticlassAccuracy(self.data.facts["classes"], average="micro", validate_args=False)
@@ -145,16 +144,10 @@ class Classification(Task):
 
     def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
         images, labels = batch
-        logits = model(self._laid_out(images))
+        logits = model(images)
         self.enter(F.cross_entropy(logits, labels), batch, meters)
         meters["accuracy"].update(logits, labels)
         return carry
-
-    def _laid_out(self, images: Tensor) -> Tensor:
-        """Channels last for half precision on a GPU, whose convolutions would turn each layer's input otherwise."""
-        if self.device.type == "cuda" and self.recipe.mixed_precision != "no" and images.dim() == 4:
-            return images.contiguous(memory_format=torch.channels_last)
-        return images
 
     def results(self, meters: dict[str, Metric]) -> dict[str, float]:
         found = super().results(meters)
