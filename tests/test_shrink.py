@@ -273,11 +273,31 @@ def test_half_precision_takes_up_no_constants() -> None:
 
 def test_align_keeps_multiples() -> None:
     model, inputs = structured(next(c for c in zoo.ZOO if c.name == "vgg19"), 0.6)
-    small = espalier.shrink(model, inputs, **QUICK, align=8, low_rank=False).model
+    shrunk = espalier.shrink(model, inputs, **QUICK, align=8, low_rank=False)
+    small = shrunk.model
+    assert any("multiples of 8" in line for line in shrunk.report.kept)
     assert error(model, small, inputs) < 1e-5
     for dense, layer in zip(model.modules(), small.modules(), strict=True):
         if isinstance(layer, nn.Conv2d):
             assert layer.out_channels % 8 == 0 or layer.out_channels == dense.out_channels
+
+
+@pytest.mark.parametrize(
+    ("device", "channels"),
+    [
+        ("cpu", 10),
+        pytest.param("cuda", 16, marks=[
+            pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ]),
+    ],
+)  # fmt: skip
+def test_numbers_that_suit_the_device(device: str, channels: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3)).to(device)
+    with torch.no_grad():
+        model[2].weight[:, :10] = 0
+    shrunk = espalier.shrink(model, torch.randn(5, 4, device=device), **QUICK, low_rank=False)
+    assert shrunk.model[0].out_features == channels
+    assert any("multiples of 8" in line for line in shrunk.report.kept) == (device == "cuda")
 
 
 def test_gather_reads_only_what_it_needs() -> None:

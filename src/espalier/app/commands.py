@@ -156,7 +156,9 @@ def shrink(
     run: RunDir,
     data: DataDir = None,
     gather: Annotated[Gather, typer.Option(help="Whether layers may select some of their inputs.")] = "auto",
-    align: Annotated[int, typer.Option(min=1, help="Keep numbers of channels at multiples of this.")] = 1,
+    align: Annotated[
+        int | None, typer.Option(min=1, help="Keep numbers of channels at multiples of this: 8 on a GPU, 1 elsewhere.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Time batches of so many test examples.")] = None,
     device: Annotated[str, typer.Option(help="Where it is checked and timed: auto, cpu, cuda, cuda:1 or mps.")] = "cpu",
 ) -> None:

@@ -97,7 +97,7 @@ def shrink_run(
     data: Path | None = None,
     hub: bool = False,
     gather: Literal["auto", "always", "never"] = "auto",
-    align: int = 1,
+    align: int | None = None,
     batch: int | None = None,
     device: torch.device = CPU,
 ) -> espalier.Shrunk:

@@ -27,6 +27,8 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 # what rounding a bias that takes up constants may change, in float32
 _FOLDED = 1e-6
+# numbers of channels that convolutions on a GPU are fast with: see docs/performance.md
+_ALIGN_ON_CUDA = 8
 _RANK_TOL = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
@@ -59,7 +61,7 @@ def shrink(
     gather: Literal["auto", "always", "never"] = "auto",
     low_rank: bool = True,
     rank_tol: float | None = None,
-    align: int = 1,
+    align: int | None = None,
     ignore: Sequence[str] = (),
     also: Sequence[Inputs] = (),
     latency: bool = True,
@@ -75,7 +77,8 @@ def shrink(
         faster on this device with these inputs, by measurement.
     low_rank: make two layers of a Linear or convolution of rank r where r (m + n) < m n. `rank_tol` says which singular
         values count, relative to the largest: 1e-6 in float32, unless given. The report bounds what was cut off.
-    align: keep numbers of channels at multiples of this, such as 8, 16 or 32, by keeping some that are not needed.
+    align: keep numbers of channels at multiples of this, by keeping some that are not needed. Unless given it is 8 on a
+        CUDA device, where the few more channels cost less than an odd number, and 1 elsewhere.
     ignore: names of modules to leave alone, with the channels that they read.
     also: more inputs to compare the outputs on, beside the examples and random ones like them.
     """
@@ -83,6 +86,8 @@ def shrink(
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     if isinstance(also, Tensor | Mapping):
         raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
+    if align is None:
+        align = _ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1
     _check(model, inputs, gather, align, ignore)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
@@ -99,7 +104,7 @@ def shrink(
     small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
     made = _replaced(original, small, trace, found, kept, difference, trials, slack, gather, align, low_rank, rank_tol)
     report = measure(
-        original, made.small, inputs, made.difference, _reasons(trace), made.ranks, made.gathers, latency
+        original, made.small, inputs, made.difference, _reasons(trace, align), made.ranks, made.gathers, latency
     )  # fmt: skip
     _restore(made.small, modes)
     if inplace:
@@ -290,5 +295,8 @@ def _factor(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[Low
     return rows
 
 
-def _reasons(trace: Trace) -> tuple[str, ...]:
-    return tuple(f"{name or 'the model'}: {why}" for name, why in trace.kept.items())
+def _reasons(trace: Trace, align: int) -> tuple[str, ...]:
+    reasons = [f"{name or 'the model'}: {why}" for name, why in trace.kept.items()]
+    if align > 1:
+        reasons.append(f"channels that make their numbers multiples of {align}: align=1 for the fewest")
+    return tuple(reasons)
