@@ -17,6 +17,7 @@ from espalier.penalties import singular_values
 from espalier.penalties.singular_values import threshold_singular_values
 from espalier.reading import finish
 from espalier.solvers.anderson import Anderson, _shortest
+from espalier.solvers.splitting import shares
 
 SHAPES = ((3, 40, 24), (2, 17, 30), (2, 16, 16), (1, 1, 9), (2, 9, 1))
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -244,7 +245,34 @@ def test_later_steps_ask_for_more_and_no_step_for_nothing() -> None:
         short = replace(solver, max_iters=run.iterations - 1).solve(problem, penalty, groups, problem.anchor).point
         assert least_subgradient(problem, penalty, short) > 0.3 * ask(shape, solver, t, penalty)
     # from the solution it stops at once
-    assert solver.solve(replace(problem, t=10000), penalty, groups, runs[-1].point).iterations == 1
+    solution = solver.solve(replace(problem, t=10**8), penalty, groups, problem.anchor).point
+    assert solver.solve(replace(problem, t=10000), penalty, groups, solution).iterations == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_metric_counts_where_the_matrix_lies(seed: int) -> None:
+    """Inputs that are hardly active have a small metric, and small weights. A plain mean takes 18 iterations."""
+    shape, rand, wide = (1, 48, 32), source(seed), torch.float64
+    active = 10 ** (-6 * torch.rand(32, generator=rand, dtype=wide))
+    metric = active * (0.5 + torch.rand(shape, generator=rand, dtype=wide))
+    left, right = torch.randn(1, 48, 3, generator=rand, dtype=wide), torch.randn(1, 3, 32, generator=rand, dtype=wide)
+    noise = 0.1 * metric * torch.randn(shape, generator=rand, dtype=wide)
+    problem = Subproblem(left @ (right * active.sqrt()), noise, metric, tau=1.3, t=1000)
+    penalty, groups, solver = penalty_for(problem, 0.05), whole(shape), DouglasRachford()
+    start = solver.solve(problem, penalty, groups, problem.anchor).point
+    next_one = replace(problem, direction=1.3 * noise)
+    found = solver.solve(next_one, penalty, groups, start)
+    assert found.iterations <= 6
+    assert least_subgradient(next_one, penalty, found.point) <= ask(shape, solver, 1000, penalty)
+
+
+def test_shares_of_a_matrix() -> None:
+    x = gaussian((3, 5, 4))
+    expected = x.square() / x.square().sum((1, 2), keepdim=True)
+    for scale in (1e-30, 1.0, 1e30):  # whose squares float32 does not have
+        torch.testing.assert_close(shares(scale * x), expected)
+    x[1] = 0
+    assert (shares(x)[1] == 1 / 20).all()
 
 
 def test_far_fewer_steps_than_proximal_gradient() -> None:

@@ -152,11 +152,14 @@ def reflected(v, b, h):
 
 
 @triton.jit
-def mean_metric(h, b, kappa, inside, rows, columns):
+def mean_metric(h, b, first, kappa, inside, columns):
     """ρ."""
     size = tl.sqrt(columns.to(tl.float32))
     power = tl.minimum(tl.maximum(kappa * size / tl.sqrt(tl.sum(b * b)), LEAST_POWER), 1.0)
-    mean = tl.sum(tl.where(inside, tl.exp2(power * tl.log2(h)), 0.0)) / (rows * columns)
+    top = tl.max(tl.abs(first))  # lest a square be too small or too large
+    share = tl.where(top > 0, first / top, 1.0)
+    share = tl.where(inside, share * share, 0.0)
+    mean = tl.sum(share * tl.exp2(power * tl.log2(h))) / tl.sum(share)
     return tl.exp2(tl.log2(mean) / power)
 
 
@@ -178,7 +181,7 @@ def _solve(
     h, b = tl.load(metric + here, inside, 1.0), tl.load(linear + here, inside, 0.0)
     first = tl.load(start + here, inside, 0.0)
     k = tl.load(kappa + matrix)
-    rho = mean_metric(h, b, k, inside, rows, columns)
+    rho = mean_metric(h, b, first, k, inside, columns)
     h, b, k = tl.where(inside, h / rho, 1.0), b / rho, k / rho
     v = first - b + h * first
     wanted = tl.load(tolerance + matrix) * k * tl.sqrt(columns.to(tl.float32))

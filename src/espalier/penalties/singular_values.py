@@ -29,8 +29,9 @@ _EIGENVALUES_BELOW = 1e13
 _RECORD_BELOW = 2**30
 # recordings that are kept, for each thread; more matrices have their products made one by one
 _RECORDS = 128
-# (σ/κ)² is bounded by powers of 2 whose exponents are this far apart: products are recorded anew for each
-_COARSE = 6
+# (σ/κ)² is bounded by powers of 2 whose exponents are so far apart, the lower ones and the others: products are
+# recorded anew for each. At 2² there are 47 of them, 59 at 2⁶ and 75 at 2¹².
+_FINE, _COARSE = 2, 6
 # times in a row that a lower power would have done before it is taken
 _PATIENCE = 16
 
@@ -115,7 +116,8 @@ def sufficed(x: Tensor, exponent: int, bound: float) -> bool:
     """Whether that power of 2 was above the bound that was found. The next guess is made of it."""
     key = (x.device, x.shape)
     needed = math.frexp(bound)[1]
-    enough = _COARSE * math.ceil(max(needed + 1, 1) / _COARSE)  # with room to grow
+    apart = _FINE if needed < _COARSE else _COARSE
+    enough = apart * math.ceil(max(needed + 1, 1) / apart)  # with room to grow
     # lest it go up and down, as where matrices of one shape have several thresholds
     _spare[key] = _spare.get(key, 0) + 1 if enough < exponent else 0
     if needed > exponent or _spare[key] >= _PATIENCE:

@@ -42,7 +42,7 @@ def scaled(problem: Posed) -> Scaled:
     linear, metric, start, kappa, tolerance = problem
     size = min(start.shape[1:]) ** 0.5
     p = (kappa * size / vector_norm(linear, dim=(1, 2), keepdim=True)).clamp(LEAST_POWER, 1)
-    rho = metric.pow(p).mean((1, 2), keepdim=True).pow(1 / p)
+    rho = (shares(start) * metric.pow(p)).sum((1, 2), keepdim=True).pow(1 / p)
     metric, linear, kappa = metric / rho, linear / rho, kappa / rho
     v = torch.addcmul(start - linear, metric, start)
     # the rounding of Z spreads over its entries, and s is |H/ρ − 1| times that
@@ -51,6 +51,13 @@ def scaled(problem: Posed) -> Scaled:
     limits = torch.stack(((tolerance * kappa * size).flatten(), ROUNDING * rounding), 1)
     inverse = 1 / (1 + metric)
     return Scaled(v, 2 * inverse - 1, 2 * linear * inverse, metric - 1, kappa, limits)
+
+
+def shares(start: Tensor) -> Tensor:
+    """The share of each entry in a matrix's squares; all alike where it is zero."""
+    top = start.abs().amax((1, 2), keepdim=True)  # lest a square be too small or too large
+    square = torch.where(top > 0, start / top, 1.0).square()
+    return square / square.sum((1, 2), keepdim=True)
 
 
 def reflected(v: Tensor, factor: Tensor, constant: Tensor) -> Tensor:
