@@ -86,9 +86,9 @@ def shrink(
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     if isinstance(also, Tensor | Mapping):
         raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
+    _check(model, inputs, gather, align, ignore)
     if align is None:
         align = _ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1
-    _check(model, inputs, gather, align, ignore)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
     dense = dict(model.named_parameters(remove_duplicate=False))
@@ -203,7 +203,7 @@ def _random(model: nn.Module, inputs: Call) -> list[Call]:
     return [drawn]
 
 
-def _check(model: nn.Module, inputs: Call, gather: str, align: int, ignore: Sequence[str]) -> None:
+def _check(model: nn.Module, inputs: Call, gather: str, align: int | None, ignore: Sequence[str]) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"{kind} is compiled by TorchScript: shrink the model that it was made from.")
@@ -215,7 +215,7 @@ def _check(model: nn.Module, inputs: Call, gather: str, align: int, ignore: Sequ
         raise TypeError(f"model must be a torch.nn.Module, not a {kind}.")
     if gather not in ("auto", "always", "never"):
         raise ValueError(f'gather must be "auto", "always" or "never", not {gather!r}.')
-    if not isinstance(align, int) or align < 1:
+    if align is not None and (not isinstance(align, int) or align < 1):
         raise ValueError(f"align must be a whole number, 1 or more, not {align!r}.")
     names = {name for name, _ in model.named_modules()}
     for name in ignore:
