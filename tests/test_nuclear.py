@@ -251,7 +251,7 @@ def test_later_steps_ask_for_more_and_no_step_for_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_metric_counts_where_the_matrix_lies(seed: int) -> None:
-    """Inputs that are hardly active have a small metric, and small weights. A plain mean takes 18 iterations."""
+    """Inputs that are hardly active have a small metric, and small weights. A plain mean takes 19 to 25 iterations."""
     shape, rand, wide = (1, 48, 32), source(seed), torch.float64
     active = 10 ** (-6 * torch.rand(32, generator=rand, dtype=wide))
     metric = active * (0.5 + torch.rand(shape, generator=rand, dtype=wide))

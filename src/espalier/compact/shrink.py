@@ -87,8 +87,7 @@ def shrink(
     if isinstance(also, Tensor | Mapping):
         raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
     _check(model, inputs, gather, align, ignore)
-    if align is None:
-        align = _ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1
+    align = align or (_ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
     dense = dict(model.named_parameters(remove_duplicate=False))
@@ -296,7 +295,6 @@ def _factor(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[Low
 
 
 def _reasons(trace: Trace, align: int) -> tuple[str, ...]:
-    reasons = [f"{name or 'the model'}: {why}" for name, why in trace.kept.items()]
-    if align > 1:
-        reasons.append(f"channels that make their numbers multiples of {align}: align=1 for the fewest")
-    return tuple(reasons)
+    reasons = tuple(f"{name or 'the model'}: {why}" for name, why in trace.kept.items())
+    rounded = f"channels that make their numbers multiples of {align}: align=1 for the fewest"
+    return (*reasons, rounded) if align > 1 else reasons
