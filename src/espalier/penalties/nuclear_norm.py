@@ -39,11 +39,12 @@ class NuclearNorm(Penalty):
     def prox(self, x: Tensor, step: Scalar, groups: Partition) -> Tensor:
         return finish(self.proximal(x, step))
 
-    def proximal(self, x: Tensor, step: Scalar, fused: bool = False) -> Reading[Tensor]:
-        """`prox`, U max(Σ − step λ, 0) Vᵀ, as a work that others may go on beside; one step, or one for each matrix."""
+    def proximal(self, x: Tensor, step: Scalar, fused: bool = False, near: Tensor | None = None) -> Reading[Tensor]:
+        """`prox`, U max(Σ − step λ, 0) Vᵀ, as a work that others may go on beside; one step, or one for each matrix.
+        `near` as in `thresholding`."""
         kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1).expand(len(x), 1, 1)
         kept = kappa == 0  # x to the bit then
-        y = yield from thresholding(x, torch.where(kept, 1.0, kappa), fused)
+        y = yield from thresholding(x, torch.where(kept, 1.0, kappa), fused, near)
         return torch.where(kept, x, y)
 
     def structure(self, x: Tensor, groups: Partition) -> Structure:

@@ -4,7 +4,8 @@ In float32 everything passes through the Gram matrix XᵀX in float64, which has
 put through matrix products alone: where these take 0.7 ms (512×512, H200), its eigenvalues take 4.7 ms, one matrix of a
 batch after another, and torch.linalg.svd 18. Products serve where κ is above 1e-5 σ_max; the eigenvalues down to 3e-7
 σ_max, where what squaring loses, 2e-9 σ_max near κ, is still far below the rounding of X. Below that, and in float64,
-it is a singular value decomposition in float64.
+it is a singular value decomposition in float64. On a CPU the last solution leads to the next one of low rank
+(`subspace`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from espalier.penalties import subspace
 from espalier.reading import Reading, finish
 from espalier.recording import Recording
 
@@ -41,8 +43,9 @@ def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
     return finish(thresholding(x, kappa))
 
 
-def thresholding(x: Tensor, kappa: Tensor, fused: bool = False) -> Reading[Tensor]:
-    """The same, by a work that others may go on beside; small matrices by a kernel, if `fused`."""
+def thresholding(x: Tensor, kappa: Tensor, fused: bool = False, near: Tensor | None = None) -> Reading[Tensor]:
+    """The same, by a work that others may go on beside; small matrices by a kernel, if `fused`. `near`, matrices with
+    which x is likely to share its large directions, changes how long it takes, on a CPU, and not the answer."""
     from espalier import kernels
 
     if fused and kernels.takes(x):
@@ -55,6 +58,11 @@ def thresholding(x: Tensor, kappa: Tensor, fused: bool = False) -> Reading[Tenso
         found = yield from _by_products(x, kappa)
         if found is not None:
             return found
+    if near is not None and x.numel() and subspace.takes(x):
+        each_found = [
+            _near(*each, subspace.place(x.shape, i)) for i, each in enumerate(zip(x, kappa, near, strict=True))
+        ]
+        return torch.stack(each_found) if len(each_found) > 1 else each_found[0].unsqueeze(0)
     if x.dtype == torch.float32 and x.numel():
         found = _by_eigenvalues(x, kappa)
         if found is not None:
@@ -71,11 +79,29 @@ def by_svd(x: Tensor, kappa: Tensor) -> Tensor:
     return torch.where(finite, (u * s.unsqueeze(-2)) @ vt, torch.nan).to(x.dtype)
 
 
+def _near(x: Tensor, kappa: Tensor, near: Tensor, place: subspace.Place) -> Tensor:
+    """Of one matrix, by iteration from another where that pays."""
+    y = place.soft_threshold(x, float(kappa), near)
+    if y is not None:
+        return y
+    found = _decomposed(x.unsqueeze(0), kappa.unsqueeze(0))
+    if found is None:
+        return by_svd(x.unsqueeze(0), kappa.unsqueeze(0))[0]
+    y, place.rank = found[0][0], found[1]
+    return y
+
+
 def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     """X V (1 − κ/σ)₊ Vᵀ, a product of thin factors, from the eigenvalues σ² of the Gram matrix."""
+    found = _decomposed(x, kappa)
+    return None if found is None else found[0]
+
+
+def _decomposed(x: Tensor, kappa: Tensor) -> tuple[Tensor, int] | None:
+    """The same, and the largest rank."""
     if x.shape[-2] < x.shape[-1]:
-        turned = _by_eigenvalues(x.mT, kappa)
-        return None if turned is None else turned.mT
+        turned = _decomposed(x.mT, kappa)
+        return None if turned is None else (turned[0].mT, turned[1])
     wide, kappa = x.double(), kappa.double().squeeze(-1)
     gram = wide.mT @ wide
     if not bool(gram.isfinite().all()):
@@ -88,11 +114,12 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     factor = wide if ratio > GRAM_BELOW or x.is_cuda else x
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
-    first = s.shape[-1] - int((left > 0).sum(-1).max())  # eigenvalues ascend
+    rank = int((left > 0).sum(-1).max())
+    first = s.shape[-1] - rank  # eigenvalues ascend
     share = (left / torch.where(left > 0, s, 1.0)).unsqueeze(-2)[..., first:]
     v = v[..., first:]
     y: Tensor = (factor @ (v * share).to(factor.dtype)) @ v.mT.to(factor.dtype)
-    return y.to(x.dtype)
+    return y.to(x.dtype), rank
 
 
 def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:

@@ -29,5 +29,5 @@ class ClosedForm(Solver):
 
     def solving(self, problem: Subproblem, penalty: Penalty, start: Tensor, fused: bool = True) -> Reading[Solution]:
         assert isinstance(penalty, NuclearNorm)
-        point = yield from penalty.proximal(problem.unpenalised(), problem.tau / problem.metric, fused)
+        point = yield from penalty.proximal(problem.unpenalised(), problem.tau / problem.metric, fused, start)
         return Solution(point, 1)

@@ -12,6 +12,7 @@ from espalier.checks import check_number
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty
 from espalier.penalties.nuclear_norm import NuclearNorm
+from espalier.penalties.singular_values import RESOLUTION
 from espalier.reading import Reading
 from espalier.solvers.base import Solution, Solver, may_branch
 from espalier.subproblem import Scalar, Subproblem, as_tensor
@@ -117,11 +118,15 @@ class ProximalGradient(Solver):
         assert isinstance(penalty, NuclearNorm)
         metric = as_tensor(problem.metric, start).expand(start.shape)
         theta, widest = (1 / f(metric, (1, 2), keepdim=True) for f in (torch.amax, torch.amin))
-        # as penalty.screen does
-        screened = yield from penalty.proximal(widest * problem.linear, widest * problem.tau, fused)
-        z = torch.where((screened == 0).all((1, 2), keepdim=True), 0.0, start)
+        z = start
+        # as penalty.screen does: 0 where ‖b‖ ≤ κ, which the norm of a row or a column often rules out
+        b, kappa = problem.linear, as_tensor(problem.tau * (penalty.lam * penalty.weight), start)
+        sure = (1 + RESOLUTION) * kappa.reshape(-1, 1, 1)
+        if not (may_branch(start) and bool((_longest(b) > sure).all())):
+            screened = yield from penalty.proximal(widest * b, widest * problem.tau, fused)
+            z = torch.where((screened == 0).all((1, 2), keepdim=True), 0.0, start)
         for _ in range(self.max_iters):
-            z = yield from penalty.proximal(z - theta * problem.gradient(z), theta * problem.tau, fused)
+            z = yield from penalty.proximal(z - theta * problem.gradient(z), theta * problem.tau, fused, z)
         return Solution(z, self.max_iters)
 
     @staticmethod
@@ -148,3 +153,9 @@ class ProximalGradient(Solver):
                 break
             theta = torch.where(short, theta, theta / 2)
         return new, theta
+
+
+def _longest(x: Tensor) -> Tensor:
+    """The norm of the longest row or column of each matrix: a lower bound of the largest singular value."""
+    rows, columns = (torch.linalg.vector_norm(x, dim=i, keepdim=True).amax((1, 2), keepdim=True) for i in (2, 1))
+    return torch.maximum(rows, columns)
