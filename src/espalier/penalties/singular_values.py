@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -59,10 +60,9 @@ def thresholding(x: Tensor, kappa: Tensor, fused: bool = False, near: Tensor | N
         if found is not None:
             return found
     if near is not None and x.numel() and subspace.takes(x):
-        each_found = [
-            _near(*each, subspace.place(x.shape, i)) for i, each in enumerate(zip(x, kappa, near, strict=True))
-        ]
-        return torch.stack(each_found) if len(each_found) > 1 else each_found[0].unsqueeze(0)
+        found = _by_subspace(x, kappa, near)
+        if found is not None:
+            return found
     if x.dtype == torch.float32 and x.numel():
         found = _by_eigenvalues(x, kappa)
         if found is not None:
@@ -79,29 +79,23 @@ def by_svd(x: Tensor, kappa: Tensor) -> Tensor:
     return torch.where(finite, (u * s.unsqueeze(-2)) @ vt, torch.nan).to(x.dtype)
 
 
-def _near(x: Tensor, kappa: Tensor, near: Tensor, place: subspace.Place) -> Tensor:
-    """Of one matrix, by iteration from another where that pays."""
-    y = place.soft_threshold(x, float(kappa), near)
-    if y is not None:
-        return y
-    found = _decomposed(x.unsqueeze(0), kappa.unsqueeze(0))
-    if found is None:
-        return by_svd(x.unsqueeze(0), kappa.unsqueeze(0))[0]
-    y, place.rank = found[0][0], found[1]
-    return y
+def _by_subspace(x: Tensor, kappa: Tensor, near: Tensor) -> Tensor | None:
+    """Of each matrix by iteration from another, where that serves; None where it serves none."""
+    each = [subspace.soft_threshold(*one) for one in zip(x, kappa.flatten().tolist(), near, strict=True)]
+    if len(each) == 1:
+        return None if each[0] is None else each[0].unsqueeze(0)
+    if all(y is None for y in each):
+        return None
+    for i, y in enumerate(each):
+        each[i] = threshold_singular_values(x[i : i + 1], kappa[i : i + 1])[0] if y is None else y
+    return torch.stack(cast(list[Tensor], each))
 
 
 def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     """X V (1 − κ/σ)₊ Vᵀ, a product of thin factors, from the eigenvalues σ² of the Gram matrix."""
-    found = _decomposed(x, kappa)
-    return None if found is None else found[0]
-
-
-def _decomposed(x: Tensor, kappa: Tensor) -> tuple[Tensor, int] | None:
-    """The same, and the largest rank."""
     if x.shape[-2] < x.shape[-1]:
-        turned = _decomposed(x.mT, kappa)
-        return None if turned is None else (turned[0].mT, turned[1])
+        turned = _by_eigenvalues(x.mT, kappa)
+        return None if turned is None else turned.mT
     wide, kappa = x.double(), kappa.double().squeeze(-1)
     gram = wide.mT @ wide
     if not bool(gram.isfinite().all()):
@@ -114,12 +108,11 @@ def _decomposed(x: Tensor, kappa: Tensor) -> tuple[Tensor, int] | None:
     factor = wide if ratio > GRAM_BELOW or x.is_cuda else x
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
-    rank = int((left > 0).sum(-1).max())
-    first = s.shape[-1] - rank  # eigenvalues ascend
+    first = s.shape[-1] - int((left > 0).sum(-1).max())  # eigenvalues ascend
     share = (left / torch.where(left > 0, s, 1.0)).unsqueeze(-2)[..., first:]
     v = v[..., first:]
     y: Tensor = (factor @ (v * share).to(factor.dtype)) @ v.mT.to(factor.dtype)
-    return y.to(x.dtype), rank
+    return y.to(x.dtype)
 
 
 def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:

@@ -21,7 +21,6 @@ takes 5 ms in place of 47; with rank 106 35 in place of 55, half of it for the c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -33,7 +32,7 @@ _ROUNDINGS = 4
 _RATIO_BELOW, _LEAST, _LARGEST = 1e5, 1e-25, 1e25
 # rows and columns from which it gains: 128 × 256 takes 1.6 ms by eigenvalues
 _SMALLEST = 192
-# columns of V: the last rank, and 8 and a sixth of it more; at most a third of n
+# columns of V: the last solution's rank, and 8 and a sixth of it more; at most a third of n
 _MORE, _MORE_SHARE, _SHARE = 8, 1 / 6, 1 / 3
 # columns that are multiplied by XᵀX, at most, as a multiple of n: the eigenvalues take as long as 5 n
 _COLUMNS = 2
@@ -41,57 +40,58 @@ _COLUMNS = 2
 _DIGITS = 9
 # columns of C whose norm is bounded at a time, and what that may be wrong by in float32, relative to κ²
 _BLOCK, _MARGIN = 128, 1e-5
-# times to do without it, at most, after failures in a row
-_PATIENCE = 64
-
-
-@dataclass
-class Place:
-    """What the last matrix in one place was like."""
-
-    rank: int | None = None
-    wait: int = 0
-    pause: int = 1
-
-    def soft_threshold(self, x: Tensor, kappa: float, near: Tensor) -> Tensor | None:
-        """U max(Σ − κ, 0) Vᵀ of a matrix, given another that is likely near it; None where that does not pay."""
-        least = min(x.shape)
-        width = least if self.rank is None else self.rank + _MORE + int(_MORE_SHARE * self.rank)
-        if width > _SHARE * least:
-            return None
-        if self.wait:
-            self.wait -= 1
-            return None
-        wide = x.shape[0] < x.shape[1]
-        found = _iterate(x.mT, kappa, near.mT, width) if wide else _iterate(x, kappa, near, width)
-        if found is None:
-            self.wait, self.pause = self.pause, min(2 * self.pause, _PATIENCE)
-            return None
-        left, right = found
-        self.rank, self.pause = right.shape[1], 1
-        return right @ left.mT if wide else left @ right.mT
-
-
-_places: dict[tuple[torch.Size, int], Place] = {}
-
-
-def place(shape: torch.Size, i: int) -> Place:
-    """Of matrix i in stacks of this shape."""
-    return _places.setdefault((shape, i), Place())
+# ‖X − near‖_F, at most, relative to ‖X‖_F: 0.004 to 0.007 in ProxSGD and ProxGen. In RAMDA it is far more, and
+# singular values lie so densely around κ that V takes as long as the eigenvalues.
+_NEAR = 0.05
+# of columns that are made at a time, what is no rounding, relative to the largest
+_AT_ONCE, _RANK_ABOVE = 32, 3e-6
 
 
 def takes(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and min(x.shape[1:]) >= _SMALLEST
 
 
-def _iterate(x: Tensor, kappa: float, near: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
-    """Factors U₁ (Σ₁ − κ) and V Z₁ of the soft-threshold, if a V of that width leads there."""
-    n, size = x.shape[1], _norm(x)
-    if not (_LEAST < size < _LARGEST and kappa < math.inf):
+def soft_threshold(x: Tensor, kappa: float, near: Tensor) -> Tensor | None:
+    """U max(Σ − κ, 0) Vᵀ of a matrix, given another that is likely near it; None where that does not pay.
+
+    Nothing is kept from call to call: a training that goes on from a checkpoint goes on to the bit.
+    """
+    if x.shape[0] < x.shape[1]:
+        turned = soft_threshold(x.mT, kappa, near.mT)
+        return None if turned is None else turned.mT
+    size = _norm(x)
+    if not (_LEAST < size < _LARGEST and kappa < math.inf and _norm(x - near) <= _NEAR * size):
         return None
-    allowed = _ROUNDINGS * torch.finfo(x.dtype).eps * size
-    # what the last solution leaves of the columns is orthogonal to it: there XᵀU is a sketch of the step since
-    u, _ = torch.linalg.qr(near @ _directions(n)[:, :width])
+    u = _span(near)
+    found = None if u is None else _iterate(x, kappa, u, _ROUNDINGS * torch.finfo(x.dtype).eps * size)
+    return None if found is None else found[0] @ found[1].mT
+
+
+def _span(x: Tensor) -> Tensor | None:
+    """Orthonormal columns whose span has that of X's columns in it, and a few more; None where they are many."""
+    n = x.shape[1]
+    u, rank, largest = x[:, :0], 0, 0.0
+    while True:
+        have = u.shape[1]
+        some = x @ _directions(n)[:, have : have + max(have, _AT_ONCE)]
+        for _ in range(2):  # for what is left may be roundings of what is taken away
+            some = some - u @ (u.mT @ some)
+        q, r = torch.linalg.qr(some)
+        sizes = r.diagonal().abs()
+        largest = max(largest, float(sizes.max()))
+        rank += int((sizes > _RANK_ABOVE * largest).sum())
+        u = torch.cat((u, q), 1)
+        width = rank + _MORE + int(_MORE_SHARE * rank)
+        if width > _SHARE * n:
+            return None
+        if width <= u.shape[1]:
+            return u[:, :width]
+
+
+def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float) -> tuple[Tensor, Tensor] | None:
+    """Factors U₁ (Σ₁ − κ) and V Z₁ of the soft-threshold, if these columns lead there."""
+    n, width = x.shape[1], u.shape[1]
+    # in columns that the last solution does not fill, XᵀU is a sketch of the step since
     v, _ = torch.linalg.qr(x.mT @ u)
     u, _ = torch.linalg.qr(x @ v)
     v = _orthonormal(x.mT @ u)
