@@ -14,8 +14,8 @@ Soft-thresholds bring no two matrices further apart, so that of X is within e; w
 before others, for these are orthogonal but for e. Both are asked for, whatever led to V: e of a few roundings of X, and
 the norm. What V starts from decides how long it takes, and whether the Gram matrix's eigenvalues are taken instead.
 
-It starts from the last solution, which has low rank, and the step since. Of 784 × 512, on one core, with rank 6 that
-takes 5 ms in place of 47; with rank 106 35 in place of 55, half of it for the columns of values near κ.
+It starts from the last solution, which has low rank, and the step since. Of 784 × 512 in training, on one core, that
+takes 7 ms in place of 45 for rank 6, and 36 in place of 48 for rank 106, where many values are near κ.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from torch import Tensor
 _ROUNDINGS = 4
 # σ_max / κ up to which roundings of X are small beside κ, and ‖X‖_F from which its products are no subnormal numbers
 _RATIO_BELOW, _LEAST, _LARGEST = 1e5, 1e-25, 1e25
-# rows and columns from which it gains: 128 × 256 takes 1.6 ms by eigenvalues
+# rows and columns from which it gains: 384 × 192 takes 2.2 ms in place of 3.8, 256 × 128 1.6 either way
 _SMALLEST = 192
 # columns of V: the last solution's rank, and 8 and a sixth of it more; at most a third of n
 _MORE, _MORE_SHARE, _SHARE = 8, 1 / 6, 1 / 3
-# columns that are multiplied by XᵀX, at most, as a multiple of n: the eigenvalues take as long as 5 n
+# columns that are multiplied by XᵀX, at most, as a multiple of n: the eigenvalues take about as long as 5 n
 _COLUMNS = 2
 # by how many powers of 10 powers of XᵀX may set the largest value in V off against κ
 _DIGITS = 9
 # columns of C whose norm is bounded at a time, and what that may be wrong by in float32, relative to κ²
 _BLOCK, _MARGIN = 128, 1e-5
-# ‖X − near‖_F, at most, relative to ‖X‖_F: 0.004 to 0.007 in ProxSGD and ProxGen. In RAMDA it is far more, and
-# singular values lie so densely around κ that V takes as long as the eigenvalues.
+# ‖X − near‖_F, at most, relative to ‖X‖_F: below 0.007 in ProxSGD and ProxGen. In RAMDA it is 0.6, and singular
+# values lie so densely around κ that V takes as long as the eigenvalues.
 _NEAR = 0.05
 # of columns that are made at a time, what is no rounding, relative to the largest
 _AT_ONCE, _RANK_ABOVE = 32, 3e-6
@@ -171,7 +171,7 @@ def _eigenvalues(b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _orthonormal(v: Tensor) -> Tensor:
-    q: Tensor = torch.linalg.qr(v.double())[0]  # in float32 it adds 3 roundings of X to e, in float64 half of one
+    q: Tensor = torch.linalg.qr(v.double())[0]  # in float32 3 roundings of X are left in e, with this 0.7
     return q.to(v.dtype)
 
 
