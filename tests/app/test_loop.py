@@ -210,6 +210,23 @@ def test_perplexity_counts_words_not_windows(tmp_path: Path) -> None:
     assert task.evaluate(model)["perplexity"] == pytest.approx(math.exp(total / words), rel=1e-5)
 
 
+def test_the_loss_of_speech_has_the_prenets_dropout(tmp_path: Path) -> None:
+    job = small.job("tacotron2-ljspeech", tmp_path)
+    data = open_data("speech", job.data, device=torch.device("cpu"), options=job.recipe.data.options)
+    task = open_task(job.recipe, data, torch.device("cpu"))
+    model = task.build()
+    modes: list[tuple[bool, bool]] = []
+    model.prenet.register_forward_pre_hook(lambda prenet, _: modes.append((prenet.training, model.decoder.training)))
+    chance = torch.get_rng_state()
+    loss = task.evaluate(model)["loss"]
+    assert set(modes) == {(True, False)}
+    assert task.evaluate(model)["loss"] == loss  # the same draw at every look
+    assert torch.equal(torch.get_rng_state(), chance)  # and none of training's
+    assert all(m.training for m in model.modules())
+    plain = model.eval()(*next(iter(data.test.batches(len(data.test)))))[0]  # what is delivered has none
+    assert plain.equal(model(*next(iter(data.test.batches(len(data.test)))))[0])
+
+
 def test_memory_ends_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = small.job("transformerxl-wt103", tmp_path, changes=("data.length=200", "evaluate_every=20"))
     seen: list[bool] = []

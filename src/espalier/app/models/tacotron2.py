@@ -198,7 +198,7 @@ class Tacotron2(nn.Module):
         """
         memory, keys, padding = self._read(text, text_lengths)
         before = F.pad(mel.transpose(1, 2), (0, 0, 1, -1))  # a frame of zeros begins
-        before = self.prenet(before, self.training)
+        before = self.prenet(before, self.prenet.training)  # a mode of its own: the task's loss has it on
         states = [self.decoder.start(memory)]
         for frame in before.unbind(1):
             states.append(self.decoder(frame, states[-1], memory, keys, padding))
