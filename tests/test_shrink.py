@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import espalier
 import zoo
 from espalier.app.models.vgg import VGG19
+from espalier.compact import gather
 from espalier.compact.attention import HeadAttention
 from espalier.compact.layers import Gather, LowRank
 
@@ -386,6 +387,24 @@ def test_report_says_what_was_gained() -> None:
     text = str(report)
     assert "conv2" in text
     assert "fc1" in text
+
+
+def test_measured_with_a_batch_as_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = structured(next(c for c in zoo.ZOO if c.name == "resnet50"), 0.6)
+    (x,) = inputs
+    timed_with: list[int] = []
+    real = gather._milliseconds
+    monkeypatch.setattr(gather, "_milliseconds", lambda *a: timed_with.append(len(a[2])) or real(*a))
+    few = espalier.shrink(model, inputs, latency=False, low_rank=False).report
+    assert timed_with
+    assert set(timed_with) == {len(x)}
+    timed_with.clear()
+    batch = torch.randn(3 * len(x), *x.shape[1:])
+    many = espalier.shrink(model, inputs, latency=False, low_rank=False, timed=batch).report
+    assert set(timed_with) == {3 * len(x)}
+    assert many.dense.flops == 3 * few.dense.flops
+    with pytest.raises(espalier.ShrinkError, match="inputs to time it with"):
+        espalier.shrink(model, inputs, **QUICK, timed=torch.randn(2, 7))
 
 
 # ---------------------------------------------------------------------------------------------------- unusual models

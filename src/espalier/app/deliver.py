@@ -108,13 +108,13 @@ def shrink_run(
     """
     found = open_delivered(path, device)
     task = _task(found, data, hub)
-    examples = found.examples
+    timed = found.examples
     if batch is not None:
         if task is None:
             raise Problem("--batch takes examples from the test data, which are not where they were: name --data")
-        examples = task.examples(batch)
+        timed = task.examples(batch)
     try:
-        shrunk = espalier.shrink(found.model, examples, gather=gather, align=align)
+        shrunk = espalier.shrink(found.model, found.examples, gather=gather, align=align, timed=timed)
     except espalier.ShrinkError as error:
         raise Problem(f"{path} can't be shrunk: {one_line(error)}") from error
     espalier.save(shrunk.model, found.shrunk)
@@ -134,7 +134,7 @@ def shrink_run(
         structure = last.get("structure") if name == "structured" else None
         rows.append(_row(name, quality, structure, sizes.parameters, sizes.bytes, sizes.ms))
     difference = shrunk.report.difference and shrunk.report.difference.largest
-    told = {"difference": difference, "device": device.type, "batch": len(examples[0])}
+    told = {"difference": difference, "device": device.type, "batch": len(timed[0])}
     found.run.write_json("shrunk.json", {"rows": rows, **told})
     return shrunk
 

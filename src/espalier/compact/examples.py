@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
+Inputs: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def as_call(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_given(inputs: Inputs) -> Call:
+    """Inputs as a user gives them, as arguments and keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if not isinstance(inputs, Sequence):
+        raise TypeError(
+            f"example inputs must be a tensor, a tuple of arguments or a dict by name, not a {type(inputs).__name__}."
+        )
+    return tuple(inputs), {}
+
+
+def as_call(inputs: tuple[Any, ...]) -> Call:
     """Arguments and keyword arguments: inputs are either arguments alone, or the pair of a tuple and a dict."""
     if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
         return inputs

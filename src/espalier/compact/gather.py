@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,15 +16,17 @@ from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
 from espalier.compact.rewrite import Kept, fix_sizes, fold, hooked
 from espalier.compact.trace import Reader, Trace
+from espalier.compact.verify import outputs
 
 # what a selection must gain to be worth another layer
 _GAIN = 0.95
 
 
 def gather_inputs(
-    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int
+    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, shapes: Mapping[str, torch.Size]
 ) -> list[GatherRow]:  # fmt: skip
-    """Where it pays, or always: name, inputs before and after, milliseconds before and after."""
+    """Where it pays, or always: name, inputs before and after, milliseconds before and after. Layers are timed with
+    inputs of these shapes, or else of those that were traced."""
     rows = []
     for reader in trace.readers if gather != "never" else ():
         if reader.module is None:
@@ -50,7 +53,7 @@ def gather_inputs(
             # measured before, and not worth it: a second look may only differ by noise
             if getattr(layer, "_gathered", None) == (len(here), len(index)):
                 continue
-            shape = list(reader.input_shape)
+            shape = list(shapes.get(reader.module, reader.input_shape))
             shape[reader.dim] = len(here)
             before, after = _milliseconds(layer, made, torch.zeros(shape).to(layer.weight))
             if after > _GAIN * before:
@@ -70,6 +73,26 @@ def gather_inputs(
                 kept.renamed[f"{reader.module}.{leaf}"] = f"{reader.module}.layer.{leaf}"
         rows.append(GatherRow(reader.module, len(here), len(index), before, after))
     return rows
+
+
+def input_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, torch.Size]:
+    """What each module is given first when the model runs on these."""
+    shapes: dict[str, torch.Size] = {}
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            shapes.setdefault(name, args[0].shape)
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
+        for name, module in model.named_modules()
+    ]
+    try:
+        outputs(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return shapes
 
 
 def _rounded(read: Tensor, align: int) -> Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from espalier.checks import check_number
-from espalier.compact.examples import cloned, random_like
-from espalier.compact.gather import gather_inputs
+from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
+from espalier.compact.gather import gather_inputs, input_shapes
 from espalier.compact.layers import Gather, factor
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
@@ -21,9 +21,6 @@ from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, measure
 from espalier.compact.rewrite import Kept, hooked, remove
 from espalier.compact.trace import Trace, Tracer, tensors_in
 from espalier.compact.verify import Difference, ShrinkError, check, outputs
-
-Inputs: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
-Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 # what rounding a bias that takes up constants may change, in float32
 _FOLDED = 1e-6
@@ -64,6 +61,7 @@ def shrink(
     align: int | None = None,
     ignore: Sequence[str] = (),
     also: Sequence[Inputs] = (),
+    timed: Inputs | None = None,
     latency: bool = True,
     inplace: bool = False,
 ) -> Shrunk:
@@ -81,47 +79,43 @@ def shrink(
         CUDA device, where the few more channels cost less than an odd number, and 1 elsewhere.
     ignore: names of modules to leave alone, with the channels that they read.
     also: more inputs to compare the outputs on, beside the examples and random ones like them.
+    timed: what FLOPs, latency and the gain of `gather` are measured with, if not with the examples: a batch as it is
+        served. The models run a few dozen times on the examples, and only for these on it.
     """
-    inputs = as_call(example_inputs)
+    inputs = as_given(example_inputs)
+    served = inputs if timed is None else as_given(timed)
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     if isinstance(also, Tensor | Mapping):
         raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
-    _check(model, inputs, gather, align, ignore)
+    _check(model, (inputs, served), gather, align, ignore)
     align = align or (_ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
     original = _copied(model).eval()  # a model may write into its buffers
+    given, shapes = "example inputs", {}
     try:
         outputs(original, inputs)
+        if timed is not None:
+            given = "inputs to time it with"
+            shapes = input_shapes(original, served)
     except Exception as error:
-        raise ShrinkError(f"the model itself fails on the example inputs: {type(error).__name__}: {error}") from error
+        raise ShrinkError(f"the model itself fails on the {given}: {type(error).__name__}: {error}") from error
     _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
-    trials = [inputs, *_random(original, inputs), *map(as_call, also)]
+    trials = [inputs, *_random(original, inputs), *map(as_given, also)]
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
     small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
-    made = _replaced(original, small, trace, found, kept, difference, trials, slack, gather, align, low_rank, rank_tol)
+    made = _replaced(
+        original, small, trace, found, kept, difference, trials, slack, gather, shapes, align, low_rank, rank_tol
+    )  # fmt: skip
     report = measure(
-        original, made.small, inputs, made.difference, _reasons(trace, align), made.ranks, made.gathers, latency
+        original, made.small, served, made.difference, _reasons(trace, align), made.ranks, made.gathers, latency
     )  # fmt: skip
     _restore(made.small, modes)
     if inplace:
         model.__dict__.update({k: v for k, v in made.small.__dict__.items() if k != "training"})
     return Shrunk(model if inplace else made.small, report, made.kept, dense)
-
-
-def as_call(inputs: Inputs) -> Call:
-    """Example inputs as arguments and keyword arguments."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if not isinstance(inputs, Sequence):
-        raise TypeError(
-            f"example inputs must be a tensor, a tuple of arguments or a dict by name, not a {type(inputs).__name__}."
-        )
-    return tuple(inputs), {}
 
 
 def _removed(
@@ -160,12 +154,12 @@ class _Made:
 def _replaced(
     original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, difference: Difference,
     trials: Sequence[Call], slack: float,
-    gather: str, align: int, low_rank: bool, rank_tol: float,
+    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool, rank_tol: float,
 ) -> _Made:  # fmt: skip
     """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
     for selects, factors in ((gather, low_rank), (gather, False), ("never", low_rank), ("never", False)):
         model, its = copy.deepcopy(small), copy.deepcopy(kept)
-        gathers = gather_inputs(model, trace, found, its, selects, align)
+        gathers = gather_inputs(model, trace, found, its, selects, align, shapes)
         ranks = _factor(model, trace, its, rank_tol) if factors else []
         if not gathers and not ranks:
             return _Made(model, its, difference, gathers, ranks)
@@ -202,7 +196,7 @@ def _random(model: nn.Module, inputs: Call) -> list[Call]:
     return [drawn]
 
 
-def _check(model: nn.Module, inputs: Call, gather: str, align: int | None, ignore: Sequence[str]) -> None:
+def _check(model: nn.Module, inputs: Sequence[Call], gather: str, align: int | None, ignore: Sequence[str]) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"{kind} is compiled by TorchScript: shrink the model that it was made from.")
