@@ -403,8 +403,29 @@ def test_measured_with_a_batch_as_it_is_served(monkeypatch: pytest.MonkeyPatch) 
     many = espalier.shrink(model, inputs, latency=False, low_rank=False, timed=batch).report
     assert set(timed_with) == {3 * len(x)}
     assert many.dense.flops == 3 * few.dense.flops
-    with pytest.raises(espalier.ShrinkError, match="inputs to time it with"):
+    with pytest.raises(espalier.ShrinkError, match="fails on the inputs to time it with: "):
         espalier.shrink(model, inputs, **QUICK, timed=torch.randn(2, 7))
+
+
+class Branching(nn.Module):
+    """Batches go another way than single examples, through a layer that needs all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.few, self.many = nn.Linear(5, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.few if len(x) < 4 else self.many)(self.first(x))
+        return y
+
+
+def test_a_batch_that_goes_another_way_is_told() -> None:
+    model = Branching()
+    with torch.no_grad():
+        model.few.weight[:, :4] = 0
+    espalier.shrink(model, torch.randn(2, 5), **QUICK)
+    with pytest.raises(espalier.ShrinkError, match="another branch than on the examples"):
+        espalier.shrink(model, torch.randn(2, 5), **QUICK, timed=torch.randn(9, 5))
 
 
 # ---------------------------------------------------------------------------------------------------- unusual models

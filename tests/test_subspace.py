@@ -55,6 +55,12 @@ CASES = {
     "a hint of far lower rank": Case(falling(40, 1e3, 0.5), False, share=0.1),
     "all above κ": Case(torch.linspace(900.0, 1.5, N, dtype=torch.float64), False),
     "far above κ": Case(falling(6, 3e4, 0.5), True),
+    # of a lower rank, from which one pass is far from enough: off by 14 000 roundings, were its e not asked for
+    "a hint that takes several passes": Case(
+        torch.cat((torch.full((3,), 100.0), torch.full((3,), 1.3), torch.linspace(0.7, 0.05, N - 6))).double(),
+        True,
+        share=0.5,
+    ),
     "too far above κ": Case(falling(6, 3e6, 0.5), False),
     "none above κ": Case(0.9 * 0.9 ** torch.arange(N, dtype=torch.float64), False, share=0.0),
 }
@@ -166,6 +172,34 @@ def test_one_matrix_of_a_stack_that_is_not_finite(value: float) -> None:
     for i in range(3):
         assert torch.linalg.matrix_norm(y[i] - truth[i]) <= 10 * EPS * torch.linalg.matrix_norm(x[i].double())
     assert y[3].isnan().all()
+
+
+@pytest.mark.parametrize(("a", "rho"), [(0.0, 0.0), (0.3, 0.5), (0.9, 0.1), (0.99, 0.1)])
+def test_the_room_for_c_is_all_there_is(a: float, rho: float) -> None:
+    """Of a rest [a, ρ; 0, c], whose norm is κ where c² is the room."""
+    room = 9 * subspace._room(1.0, a, rho**2)
+    assert room == pytest.approx(subspace._room(3.0, 3 * a, 9 * rho**2))
+    rest = torch.tensor([[3 * a, 3 * rho], [0.0, math.sqrt(room)]], dtype=torch.float64)
+    assert float(torch.linalg.matrix_norm(rest, 2)) == pytest.approx(3.0, rel=1e-12)
+    assert subspace._room(1.0, 1.0, rho) == 0
+
+
+def test_defaults_and_autocast_change_nothing(counted: list[bool]) -> None:
+    x, kappa, near, _ = build(CASES["low rank"], (N, N))
+    dense = build(CASES["dense around κ"], (N, N))
+    expected = [finish(thresholding(a[None], k[None], near=b[None])) for a, k, b in ((x, kappa, near), dense[:3])]
+    subspace._directions.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert finish(thresholding(x[None], kappa[None], near=near[None])).equal(expected[0])
+    finally:
+        torch.set_default_dtype(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert finish(thresholding(x[None], kappa[None], near=near[None])).equal(expected[0])
+        by_eigenvalues = finish(thresholding(dense[0][None], dense[1][None], near=dense[2][None]))
+    assert torch.linalg.vector_norm(by_eigenvalues - expected[1]) <= 4 * EPS * torch.linalg.vector_norm(dense[0])
+    assert counted == [True, False, True, True, False]
 
 
 def test_only_float32_takes_the_hint(counted: list[bool]) -> None:

@@ -223,6 +223,9 @@ def test_the_loss_of_speech_has_the_prenets_dropout(tmp_path: Path) -> None:
     assert task.evaluate(model)["loss"] == loss  # the same draw at every look
     assert torch.equal(torch.get_rng_state(), chance)  # and none of training's
     assert all(m.training for m in model.modules())
+    with pytest.raises(RuntimeError, match="cut off"), task.in_use(model):
+        raise RuntimeError("cut off")
+    assert all(m.training for m in model.modules())
     plain = model.eval()(*next(iter(data.test.batches(len(data.test)))))[0]  # what is delivered has none
     assert plain.equal(model(*next(iter(data.test.batches(len(data.test)))))[0])
 

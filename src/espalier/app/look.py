@@ -29,14 +29,13 @@ def recalibrated(model: nn.Module, task: Task, seed: int) -> Iterator[None]:
     momenta, training = [m.momentum for m in norms], model.training
     try:
         if norms:
-            model.eval()
-            for m in norms:
-                m.reset_running_stats()
-                m.momentum = None  # the plain average over batches
-                m.train()
-            _forward(model, task, seed)
+            with task.in_use(model):
+                for m in norms:
+                    m.reset_running_stats()
+                    m.momentum = None  # the plain average over batches
+                    m.train()
+                _forward(model, task, seed)
             share_statistics(model, task)
-            model.train(training)
         yield
     finally:
         for buffer, value in kept:

@@ -22,7 +22,7 @@ def as_given(inputs: Inputs) -> Call:
         return (inputs,), {}
     if not isinstance(inputs, Sequence):
         raise TypeError(
-            f"example inputs must be a tensor, a tuple of arguments or a dict by name, not a {type(inputs).__name__}."
+            f"inputs must be a tensor, a tuple of arguments or a dict by name, not a {type(inputs).__name__}."
         )
     return tuple(inputs), {}
 

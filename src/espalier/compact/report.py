@@ -166,7 +166,7 @@ def measure(
     removed: Sequence[str] = (),
     seconds: float = 1.0,
 ) -> ShrinkReport:
-    """Measure both models in eval mode on the example inputs, and report it with what the caller knows.
+    """Measure both models in eval mode on these inputs, and report it with what the caller knows.
 
     Latency takes about `seconds`; only one run each where the models are slower than that, and then none by layer.
     """

@@ -80,7 +80,7 @@ def shrink(
     ignore: names of modules to leave alone, with the channels that they read.
     also: more inputs to compare the outputs on, beside the examples and random ones like them.
     timed: what FLOPs, latency and the gain of `gather` are measured with, if not with the examples: a batch as it is
-        served. The models run a few dozen times on the examples, and only for these on it.
+        served, on which the models run for that alone. Outputs are not compared on it.
     """
     inputs = as_given(example_inputs)
     served = inputs if timed is None else as_given(timed)
@@ -109,9 +109,15 @@ def shrink(
     made = _replaced(
         original, small, trace, found, kept, difference, trials, slack, gather, shapes, align, low_rank, rank_tol
     )  # fmt: skip
-    report = measure(
-        original, made.small, served, made.difference, _reasons(trace, align), made.ranks, made.gathers, latency
-    )  # fmt: skip
+    try:
+        report = measure(
+            original, made.small, served, made.difference, _reasons(trace, align), made.ranks, made.gathers, latency
+        )  # fmt: skip
+    except Exception as error:
+        if timed is None:
+            raise
+        why = "its code may take another branch than on the examples; take these as examples"
+        raise ShrinkError(f"the shrunk model fails on `timed`, where {why}: {type(error).__name__}: {error}") from error
     _restore(made.small, modes)
     if inplace:
         model.__dict__.update({k: v for k, v in made.small.__dict__.items() if k != "training"})
@@ -219,7 +225,7 @@ def _check(model: nn.Module, inputs: Sequence[Call], gather: str, align: int | N
         raise ValueError(f"the model is on several devices, {', '.join(sorted(map(str, devices)))}: move it to one.")
     for x in tensors_in(inputs):
         if devices and x.device not in devices:
-            raise ValueError(f"an example input is on {x.device}, the model on {devices.pop()}: move one of them.")
+            raise ValueError(f"an input is on {x.device}, the model on {devices.pop()}: move one of them.")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(

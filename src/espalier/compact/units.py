@@ -32,6 +32,7 @@ class Units:
 
     def join(self, a: Tensor, b: Tensor) -> None:
         """Entry by entry."""
+        assert a.numel() == b.numel()
         count = len(self._parent)
         # as one number each: torch.unique of pairs takes 2 ms, and a network that unrolls in time joins at every frame
         for pair in torch.unique(a.reshape(-1) * count + b.reshape(-1)).tolist():

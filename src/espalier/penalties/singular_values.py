@@ -46,7 +46,7 @@ def threshold_singular_values(x: Tensor, kappa: Tensor) -> Tensor:
 
 def thresholding(x: Tensor, kappa: Tensor, fused: bool = False, near: Tensor | None = None) -> Reading[Tensor]:
     """The same, by a work that others may go on beside; small matrices by a kernel, if `fused`. `near`, matrices with
-    which x is likely to share its large directions, changes how long it takes, on a CPU, and not the answer."""
+    which x is likely to share its large directions, changes how long it takes, on a CPU, and roundings."""
     from espalier import kernels
 
     if fused and kernels.takes(x):
@@ -104,8 +104,10 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     ratio = float((squares[:, -1:] / kappa.square()).amax())
     if not ratio <= _EIGENVALUES_BELOW:
         return None
-    # so small a κ takes away little more than the rounding of products in float32 adds; on a GPU they may be in TF32
-    factor = wide if ratio > GRAM_BELOW or x.is_cuda else x
+    # so small a κ takes away little more than the rounding of products in float32 adds; on a GPU they may be in TF32,
+    # under autocast in bfloat16
+    precise = ratio > GRAM_BELOW or x.is_cuda or torch.is_autocast_enabled(x.device.type)
+    factor = wide if precise else x
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
     first = s.shape[-1] - int((left > 0).sum(-1).max())  # eigenvalues ascend

@@ -59,6 +59,11 @@ def soft_threshold(x: Tensor, kappa: float, near: Tensor) -> Tensor | None:
     if x.shape[0] < x.shape[1]:
         turned = soft_threshold(x.mT, kappa, near.mT)
         return None if turned is None else turned.mT
+    with torch.autocast("cpu", enabled=False):
+        return _tall(x, kappa, near)
+
+
+def _tall(x: Tensor, kappa: float, near: Tensor) -> Tensor | None:
     size = _norm(x)
     if not (_LEAST < size < _LARGEST and kappa < math.inf and _norm(x - near) <= _NEAR * size):
         return None
@@ -119,8 +124,7 @@ def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float) -> tuple[Tensor
         closed = errors[closing]
         u, v, s, sigma = u[:, still], v[:, still], s[still], sigma[still]
         if met:
-            apart = kappa**2 - sigma[-1] ** 2
-            room = kappa**2 * (1 - float(coupling[still].sum()) / apart) if apart > 0 else 0.0
+            room = _room(kappa, sigma[-1], float(coupling[still].sum()))
             if _bounded(c, room) or _has_factor(torch.addmm(c, u * s, v.mT), kappa):
                 return left, right
             return None
@@ -136,6 +140,12 @@ def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float) -> tuple[Tensor
         for _ in range(powers):
             v = rest.mT @ ((rest @ v) / kappa) / kappa
         v = _orthonormal((v - right @ (right.mT @ v)).flip(1))  # the largest first, which others have a part of
+
+
+def _room(kappa: float, a: float, squares: float) -> float:
+    """What ‖C‖² may be: κ² (1 − ρ² / (κ² − a²)), ρ² given."""
+    apart = kappa**2 - a**2
+    return kappa**2 * (1 - squares / apart) if apart > 0 else 0.0
 
 
 def _bounded(c: Tensor, room: float) -> bool:
@@ -155,7 +165,7 @@ def _bounded(c: Tensor, room: float) -> bool:
 def _has_factor(c: Tensor, kappa: float) -> bool:
     """Whether ‖C‖ < κ: whether 1 − CᵀC / κ² has a Cholesky factor."""
     c = c / kappa
-    one = torch.eye(c.shape[1], dtype=c.dtype)
+    one = torch.eye(c.shape[1], dtype=c.dtype, device=c.device)
     _, info = torch.linalg.cholesky_ex(torch.addmm(one, c.mT, c, beta=1 - _MARGIN, alpha=-1))
     return not bool(info)
 
@@ -183,5 +193,7 @@ def _norm(x: Tensor) -> float:
 def _directions(n: int) -> Tensor:
     """Columns to multiply the last solution by, always the same."""
     with torch.inference_mode(False):
-        columns: Tensor = torch.randn(n, int(_SHARE * n) + 1, generator=torch.Generator().manual_seed(0))
+        columns: Tensor = torch.randn(
+            n, int(_SHARE * n) + 1, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+        )
     return columns
