@@ -145,10 +145,14 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "glu": lambda x: F.glu(torch.cat([x, x], 1), 1),
     "out of place sum": lambda x: sum([x, x.relu(), 1.0], torch.zeros(())),
     "half and back": lambda x: x.double().relu().to(x.dtype),
+    "ones of its shape": lambda x: x * torch.ones_like(x) + torch.zeros_like(x),
+    "zeros of one channel": lambda x: x + x.new_zeros(x.shape[0], 1, 1, 1),
+    "zeros of all channels": lambda x: x + x.new_zeros(x.shape),
 }
 REMOVABLE = {
     "relu", "softmax over pixels", "minus the mean of pixels", "squeeze and excite", "computed view", "detached",
-    "in place", "interpolated", "padded", "pooled", "clamped", "repeated", "half and back",
+    "in place", "interpolated", "padded", "pooled", "clamped", "repeated", "half and back", "ones of its shape",
+    "zeros of one channel",
 }  # fmt: skip
 
 

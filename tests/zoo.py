@@ -156,6 +156,27 @@ class Tagger(nn.Module):
         return self.head(self.rnn(self.embedding(tokens))[0])
 
 
+class CellTagger(nn.Module):
+    """The same with a cell, step by step, which begins by itself or with a state that the model gives it."""
+
+    def __init__(self, cell: type[nn.RNNCellBase], begins: bool = True, width: int = 24) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.cell = cell(width, width)
+        self.head = nn.Linear(width, 5)
+        self.begins, self.four = begins, cell is nn.LSTMCell
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        zeros = x.new_zeros(x.shape[0], self.cell.hidden_size)
+        state = None if self.begins else (zeros, zeros) if self.four else zeros
+        seen = []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            seen.append(state if isinstance(state, Tensor) else state[0])
+        return self.head(torch.stack(seen, 1))
+
+
 class Encoder(nn.Module):
     """torch's own TransformerEncoder, which in eval mode without gradients calls one fused kernel a layer."""
 
@@ -260,6 +281,10 @@ ZOO = (
     ModelCase("lstm", partial(Tagger, nn.LSTM), _tokens),
     ModelCase("lstm-bidirectional", partial(Tagger, nn.LSTM, bidirectional=True), _tokens),
     ModelCase("gru", partial(Tagger, nn.GRU), _tokens),
+    ModelCase("lstm-cell", partial(CellTagger, nn.LSTMCell), _tokens),
+    ModelCase("lstm-cell-state", partial(CellTagger, nn.LSTMCell, begins=False), _tokens),
+    ModelCase("gru-cell", partial(CellTagger, nn.GRUCell), _tokens),
+    ModelCase("rnn-cell", partial(CellTagger, nn.RNNCell), _tokens),
     ModelCase("encoder", Encoder, _tokens),
     ModelCase("encoder-prenorm", partial(Encoder, norm_first=True), _tokens),
     ModelCase("attention", AttentionBlock, _normal(6, 12)),
@@ -306,7 +331,7 @@ def _weights(module: nn.Module) -> Iterator[tuple[Tensor, int]]:
         yield module.weight, 0 if module.groups > 1 or isinstance(module, _ConvTransposeNd) else 1
     elif isinstance(module, nn.Linear):
         yield module.weight, 1
-    elif isinstance(module, nn.RNNBase):
+    elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
         yield from ((weight, 1) for weight in module.parameters(recurse=False) if weight.ndim == 2)
     elif isinstance(module, nn.MultiheadAttention):
         yield module.in_proj_weight, 1
@@ -320,7 +345,7 @@ def zero_inputs(model: nn.Module, rate: float, seed: int, blocks: Mapping[str, i
     of grouped ones, where an input channel is not one index. Of a layer in `blocks`, columns go so many at a time.
     """
     rng = torch.Generator().manual_seed(seed)
-    readers = (nn.Embedding, _ConvNd, nn.Linear, nn.RNNBase, nn.MultiheadAttention)
+    readers = (nn.Embedding, _ConvNd, nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, readers)]
     for name, module in layers[1:]:
         block = (blocks or {}).get(name, 1)

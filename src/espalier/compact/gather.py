@@ -6,11 +6,13 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from espalier.compact.cells import GatherCell
 from espalier.compact.layers import Gather
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
@@ -27,8 +29,10 @@ def gather_inputs(
 ) -> list[GatherRow]:  # fmt: skip
     """Where it pays, or always: name, inputs before and after, milliseconds before and after. Layers are timed with
     inputs of these shapes, or else of those that were traced."""
-    rows = []
-    for reader in trace.readers if gather != "never" else ():
+    if gather == "never":
+        return []
+    rows = _gather_cells(model, trace, plan, kept, gather, align, shapes)
+    for reader in trace.readers:
         if reader.module is None:
             continue
         here = plan.index(reader.columns)
@@ -48,20 +52,12 @@ def gather_inputs(
         parent = model.get_submodule(reader.module.rpartition(".")[0])
         inside = isinstance(parent, Gather) and reader.module.endswith(".layer")
         made = Gather(smaller, reader.dim, index.to(layer.weight.device))
-        before = after = None
-        if gather == "auto" and not inside:
-            # measured before, and not worth it: a second look may only differ by noise
-            if getattr(layer, "_gathered", None) == (len(here), len(index)):
-                continue
-            shape = list(shapes.get(reader.module, reader.input_shape))
-            shape[reader.dim] = len(here)
-            before, after = _milliseconds(layer, made, torch.zeros(shape).to(layer.weight))
-            if after > _GAIN * before:
-                layer._gathered = len(here), len(index)
-                why = f"reads {len(index)} of {len(here)} channels; selecting them was not faster"
-                why = f'{why} ({before:.3g} ms without, {after:.3g} with): gather="always" does it'
-                trace.kept.setdefault(reader.module, why)
-                continue
+        shape = list(shapes.get(reader.module, reader.input_shape))
+        shape[reader.dim] = len(here)
+        found = GatherRow(reader.module, len(here), len(index))
+        row = found if inside or gather == "always" else _worthwhile(found, layer, made, shape, trace)
+        if row is None:
+            continue
         kept.narrow(reader.weight, dim, index)
         if inside:
             assert isinstance(parent, Gather)
@@ -71,8 +67,53 @@ def gather_inputs(
             model.set_submodule(reader.module, made)
             for leaf in ("weight", "bias"):
                 kept.renamed[f"{reader.module}.{leaf}"] = f"{reader.module}.layer.{leaf}"
-        rows.append(GatherRow(reader.module, len(here), len(index), before, after))
+        rows.append(row)
     return rows
+
+
+def _gather_cells(
+    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, shapes: Mapping[str, torch.Size]
+) -> list[GatherRow]:  # fmt: skip
+    """Recurrent cells, which select from their inputs and from their own units."""
+    rows = []
+    for name, readers in trace.cells.items():
+        cell: Any = model.get_submodule(name)
+        reads = [_rounded(plan.reads(r)[plan.index(r.columns)], align) for r in readers]
+        if hooked(cell) or _tied(model, cell) or all(bool(r.all()) for r in reads):
+            continue
+        indices = [r.nonzero().flatten() for r in reads]
+        made = GatherCell(cell, *indices)
+        shape = [*shapes.get(name, readers[0].input_shape)[:-1], cell.input_size]
+        found = GatherRow(name, sum(map(len, reads)), sum(map(len, indices)))
+        row = found if gather == "always" else _worthwhile(found, cell, made, shape, trace)
+        if row is None:
+            continue
+        for reader, index in zip(readers, indices, strict=True):
+            kept.narrow(reader.weight, 1, index)
+        model.set_submodule(name, made)
+        rows.append(row)
+    return rows
+
+
+def _tied(model: nn.Module, cell: nn.Module) -> bool:
+    """Whether the model has a parameter of the cell under another name, too."""
+    own = {id(p) for p in cell.parameters()}
+    return sum(id(p) in own for _, p in model.named_parameters(remove_duplicate=False)) > len(own)
+
+
+def _worthwhile(row: GatherRow, layer: nn.Module, made: nn.Module, shape: list[int], trace: Trace) -> GatherRow | None:
+    """With the milliseconds of both layers, where the one that selects is the faster; else None, and why."""
+    # measured before, and not worth it: a second look may only differ by noise
+    if getattr(layer, "_gathered", None) == (row.given, row.read):
+        return None
+    before, after = _milliseconds(layer, made, torch.zeros(shape).to(next(layer.parameters())))
+    if after <= _GAIN * before:
+        return replace(row, ms_before=before, ms_after=after)
+    layer._gathered = row.given, row.read  # type: ignore[assignment]
+    why = f"reads {row.read} of {row.given} channels; selecting them was not faster"
+    why = f'{why} ({before:.3g} ms without, {after:.3g} with): gather="always" does it'
+    trace.kept[row.name] = why
+    return None
 
 
 def input_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, torch.Size]:

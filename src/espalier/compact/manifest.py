@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from espalier._version import __version__
+from espalier.compact.cells import GatherCell
 from espalier.compact.layers import Gather, LowRank
 
 FORMAT, VERSION = "espalier", 1
@@ -54,7 +55,7 @@ def own_modules() -> dict[str, Any]:
     """Our own modules by kind. Each has `spec()`, and `empty(dense, **spec)` makes it from the dense module."""
     from espalier.compact.attention import HeadAttention
 
-    return {"gather": Gather, "low_rank": LowRank, "head_attention": HeadAttention}
+    return {"gather": Gather, "gather_cell": GatherCell, "low_rank": LowRank, "head_attention": HeadAttention}
 
 
 def tensor_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

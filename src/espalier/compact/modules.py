@@ -1,4 +1,4 @@
-"""Modules that are traced as one: recurrent layers, attention, and our own Gather."""
+"""Modules that are traced as one: recurrent layers and cells, attention, and our own Gather."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from espalier.compact.attention import HeadAttention
+from espalier.compact.cells import CELLS
 from espalier.compact.layers import Gather
 from espalier.compact.rules.products import columns_of, constants_of, give
-from espalier.compact.trace import Reader, Tracer
+from espalier.compact.trace import Reader, Tracer, tensors_in
 
 Forward: TypeAlias = Callable[..., Any]
 ModuleRule: TypeAlias = Callable[[Tracer, str, Any, Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -38,26 +39,14 @@ def _units(tracer: Tracer, name: str, module: nn.RNNBase, x: Tensor, columns: Te
     """A unit's gates go with it; it is read by all units of its layer, and by the next one."""
     constant, values = constants_of(tracer, x, -1)
     directions = ["", "_reverse"] if module.bidirectional else [""]
-    size, layers = module.hidden_size, []
+    layers = []
     for layer in range(module.num_layers):
         units = []
         for direction in directions:
             suffix = f"_l{layer}{direction}"
             here = tracer.slot(f"{name}.weight_hh{suffix}", 1)
             units.append(here)
-            for kind, read in (("ih", columns), ("hh", here)):
-                weight = f"{name}.weight_{kind}{suffix}"
-                w = tracer.parameter(weight)
-                rows = tracer.slot(weight, 0, here.repeat(w.shape[0] // size))
-                bias = f"{name}.bias_{kind}{suffix}" if module.bias else None
-                if bias:
-                    tracer.slot(bias, 0, rows)
-                read = tracer.slot(weight, 1, read)
-                still = constant if kind == "ih" else torch.zeros(len(read), dtype=torch.bool)
-                known = values if kind == "ih" else torch.zeros(len(read), dtype=w.dtype)
-                takes = module.bias and w.dtype in (torch.float32, torch.float64)
-                folds = still & ((known == 0) | takes)
-                tracer.trace.readers.append(Reader(weight, bias, rows, read, (w != 0).cpu(), folds, known))
+            _gates(tracer, name, suffix, here, columns, constant, values, module.bias)
         layers.append(units)
         columns = torch.cat(units)
         constant, values = torch.zeros(len(columns), dtype=torch.bool), torch.zeros(len(columns), dtype=x.dtype)
@@ -69,6 +58,59 @@ def _units(tracer: Tracer, name: str, module: nn.RNNBase, x: Tensor, columns: Te
     each = torch.stack([u for units in layers for u in units])
     for state in states if isinstance(states, tuple) else (states,):
         tracer.set(state, each.unsqueeze(1) if state.dim() == 3 else each)
+
+
+def _gates(
+    tracer: Tracer, name: str, suffix: str, units: Tensor, columns: Tensor, constant: Tensor, values: Tensor,
+    bias: bool, shape: tuple[int, ...] = (),
+) -> tuple[Reader, Reader]:  # fmt: skip
+    """The two matrices of a layer or cell, of its inputs and of its units, by which each unit has rows of its own."""
+    readers = []
+    for kind, read in (("ih", columns), ("hh", units)):
+        weight = f"{name}.weight_{kind}{suffix}"
+        w = tracer.parameter(weight)
+        rows = tracer.slot(weight, 0, units.repeat(w.shape[0] // len(units)))
+        known_bias = f"{name}.bias_{kind}{suffix}" if bias else None
+        if known_bias:
+            tracer.slot(known_bias, 0, rows)
+        read = tracer.slot(weight, 1, read)
+        still = constant if kind == "ih" else torch.zeros(len(read), dtype=torch.bool)
+        known = values if kind == "ih" else torch.zeros(len(read), dtype=w.dtype)
+        takes = bias and w.dtype in (torch.float32, torch.float64)
+        folds = still & ((known == 0) | takes)
+        readers.append(Reader(weight, known_bias, rows, read, (w != 0).cpu(), folds, known, input_shape=shape))
+    tracer.trace.readers += readers
+    return readers[0], readers[1]
+
+
+def _cell(
+    tracer: Tracer, name: str, module: nn.RNNCellBase, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A cell is called at every step. Its units are those of the state that it is given and gives."""
+    with torch._C.DisableTorchFunction():
+        out = forward(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        state = list(tensors_in([args[1:], kwargs.get("hx")]))
+        columns, *given = (columns_of(tracer, t, -1) for t in (x, *state))
+        if columns is None or None in given:
+            tracer.leave(name, module, [args, kwargs], "channels in another dimension than it reads")
+            return out
+        units = tracer.slot(f"{name}.weight_hh", 1)
+        for h, its in zip(state, given, strict=True):
+            if not tracer.tracked(h):
+                tracer.trace.kept.setdefault(name, "a state from elsewhere keeps all units")
+            assert its is not None
+            tracer.trace.units.join(its, units)
+        columns = tracer.slot(f"{name}.weight_ih", 1, columns)
+        # at another step an input may be another constant
+        if name not in tracer.trace.cells:
+            none = torch.zeros(len(columns), dtype=torch.bool)
+            values = torch.zeros(len(columns), dtype=x.dtype)
+            readers = _gates(tracer, name, "", units, columns, none, values, module.bias, tuple(x.shape))
+            tracer.trace.cells[name] = readers
+        for h in tensors_in(out):
+            give(tracer, h, -1, units, torch.zeros(len(units), dtype=torch.bool))
+    return out
 
 
 def _attention(
@@ -111,6 +153,7 @@ def _gather(
 
 MODULE_RULES: tuple[tuple[tuple[type, ...], ModuleRule], ...] = (
     ((nn.LSTM, nn.GRU, nn.RNN), _recurrent),
+    (CELLS, _cell),
     ((nn.MultiheadAttention, HeadAttention), _attention),
     ((Gather,), _gather),
 )

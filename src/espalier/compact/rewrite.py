@@ -138,5 +138,7 @@ def fix_sizes(module: nn.Module) -> None:
     elif isinstance(module, nn.RNNBase):
         layer.input_size, layer.hidden_size = layer.weight_ih_l0.shape[1], layer.weight_hh_l0.shape[1]
         module.flatten_parameters()
+    elif isinstance(module, nn.RNNCellBase):
+        layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers: a Linear, columns first
         layer.nx, layer.nf = layer.weight.shape

@@ -20,7 +20,7 @@ _POINTWISE = names("""
     add sub subtract mul multiply div divide true_divide rsub maximum minimum where lerp addcmul addcdiv
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
     __pow__ __rpow__ __neg__
-    positive
+    positive zeros_like ones_like
 """)
 _CASTS = names("to type type_as float double half bfloat16 cuda cpu contiguous clone detach data alias")
 # change their first operand, beside those whose names end in _
@@ -43,7 +43,7 @@ _LOOKS = names("""
     size dim stride numel is_contiguous get_device ndimension element_size storage_offset is_floating_point is_complex
     data_ptr __len__ shape ndim dtype device is_cuda requires_grad is_nested layout is_sparse is_quantized grad_fn names
     _version itemsize nbytes is_leaf is_mkldnn is_meta is_inference requires_grad_ __hash__ __repr__ __format__
-    dim_order
+    dim_order new_zeros new_ones new_full new_empty
 """)
 
 
