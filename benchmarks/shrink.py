@@ -1,20 +1,23 @@
-"""What shrinking gains: parameters, FLOPs and latency of VGG19 and ResNet50 with structured zeros.
+"""What shrinking gains: parameters, FLOPs and latency of VGG19, ResNet50 and Tacotron2 with structured zeros.
 
     python benchmarks/shrink.py                                     # results/shrink-cpu.json, batches of 1 and 64
     python benchmarks/shrink.py --device cuda                       # results/shrink-cuda.json, batches of 1 and 256
 
 Input groups are set to zero at random until the paper's share of the weights is zero: 86 % for VGG19 on CIFAR-10, 82 %
-for ResNet50. "even": each layer has that share; "late": it grows with depth as (1 + 3 depth)/4 of the last one's, so
-that the first layers, whose images are large, keep more. Latency is that of the dense model and of the shrunk one, run
-in turns in this process, in float32 and eval mode; on a GPU also replayed as CUDA graphs, without the host's time for
-each layer. shrink() itself compares the outputs, and raises where they differ.
+for ResNet50, 53 % for Tacotron2, which is given 40 symbols and 100 frames of each text. "even": each layer has that
+share; "late": it grows with depth as (1 + 3 depth)/4 of the last one's, so that the first layers, whose images are
+large, keep more; a run's structure.json (--like): each layer has as many zero groups as there. Latency is that of the
+dense model and of the shrunk one, run in turns in this process, in float32 and eval mode; on a GPU also replayed as
+CUDA graphs, without the host's time for each layer. shrink() itself compares the outputs, and raises where they differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,24 @@ from torch import Tensor, nn
 
 import espalier
 from espalier.app.models.resnet import resnet50
+from espalier.app.models.tacotron2 import Tacotron2
 from espalier.app.models.vgg import VGG19
 from espalier.compact.report import measure
 
-NETWORKS = {"vgg19": (VGG19, 0.86), "resnet50": (resnet50, 0.82)}
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "vgg19": (VGG19, 0.86),
+    "resnet50": (resnet50, 0.82),
+    "tacotron2": (lambda: Tacotron2(symbols=40), 0.529),
+}
+
+
+def inputs(network: str, batch: int, device: str) -> tuple[Tensor, ...]:
+    if network != "tacotron2":
+        return (torch.randn(batch, 3, 32, 32, device=device),)
+    symbols, frames = 40, 100
+    text, mel = torch.randint(40, (batch, symbols)), torch.randn(batch, 80, frames)
+    given = (text, torch.full((batch,), symbols), mel, torch.full((batch,), frames))
+    return tuple(x.to(device) for x in given)
 
 
 def rates(weights: list[Tensor], share: float, profile: str) -> list[float]:
@@ -44,21 +61,27 @@ def rates(weights: list[Tensor], share: float, profile: str) -> list[float]:
 
 
 @torch.no_grad()
-def structured(network: str, profile: str, device: str) -> tuple[nn.Module, float]:
+def structured(network: str, profile: str | Path, device: str) -> tuple[nn.Module, float]:
     """A network with random zeros, and the share of weights in zero groups."""
     torch.manual_seed(0)
     build, share = NETWORKS[network]
     model = build().eval()
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)][1:]
+    if isinstance(profile, Path):
+        counts = {row["name"]: row["zero_groups"] for row in json.loads(profile.read_text())}
+        weights = [model.get_parameter(name) for name in counts]
+        numbers = list(counts.values())
+    else:
+        weights = [p for name, p in model.named_parameters() if p.dim() > 1 and "embedding" not in name][1:]
+        shares = zip(weights, rates(weights, share, profile), strict=True)
+        numbers = [min(round(rate * w.shape[1]), w.shape[1] - 1) for w, rate in shares]
     zero = 0
-    for w, rate in zip(weights, rates(weights, share, profile), strict=True):
-        n = min(round(rate * w.shape[1]), w.shape[1] - 1)
+    for w, n in zip(weights, numbers, strict=True):
         w[:, torch.randperm(w.shape[1])[:n]] = 0
         zero += n * w[:, 0].numel()
     return model.to(device), zero / sum(w.numel() for w in weights)
 
 
-def graphs(dense: nn.Module, small: nn.Module, x: Tensor) -> dict[str, float]:
+def graphs(dense: nn.Module, small: nn.Module, x: tuple[Tensor, ...]) -> dict[str, float]:
     """Latency of both as CUDA graphs."""
     replays = []
     with torch.no_grad():
@@ -67,11 +90,11 @@ def graphs(dense: nn.Module, small: nn.Module, x: Tensor) -> dict[str, float]:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(3):
-                    model(x)
+                    model(*x)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                model(x)
+                model(*x)
             replays.append(graph)
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(50):
@@ -92,26 +115,28 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", help="1 and 64, or 256 on a GPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row's latency")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--gather", nargs="+", default=["never", "auto", "always"], help="for ResNet50")
+    parser.add_argument(
+        "--gather", nargs="+", default=["never", "auto", "always"], help="but for VGG19, where no layer could"
+    )
+    parser.add_argument("--like", type=Path, help="structure.json of a run of the one network")
     parser.add_argument("--align", type=int, nargs="+", default=[1], help="multiples to keep channels at")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for network in args.networks:
-        for profile in ("even", "late"):
+        for profile in (args.like,) if args.like else ("even", "late"):
             for batch in args.batches or (1, 256 if args.device == "cuda" else 64):
                 model, zero = structured(network, profile, args.device)
-                x = torch.randn(batch, 3, 32, 32, device=args.device)
-                gathers = args.gather if network == "resnet50" else ["never"]
+                x = inputs(network, batch, args.device)
+                few = tuple(t[:2] for t in x)
+                gathers = args.gather if network != "vgg19" else ["never"]
                 for gather, align in itertools.product(gathers, args.align):
-                    found = espalier.shrink(
-                        model, x if gather == "auto" else x[:2], gather=gather, align=align, latency=False
-                    )
-                    timed = measure(model, found.model, (x,), seconds=args.seconds)
+                    found = espalier.shrink(model, few, timed=x, gather=gather, align=align, latency=False)
+                    timed = measure(model, found.model, x, seconds=args.seconds)
                     rows.append(
                         {
                             "network": network,
-                            "zeros": profile,
+                            "zeros": str(profile),
                             "batch": batch,
                             "gather": gather,
                             "align": align,
@@ -122,7 +147,8 @@ def main() -> None:
                             "dense ms": timed.dense.ms,
                             "shrunk ms": timed.small.ms,
                             "times faster": timed.dense.ms / timed.small.ms,
-                            **(graphs(model, found.model, x) if args.device == "cuda" else {}),
+                            # Tacotron2 asks for its lengths on the host
+                            **(graphs(model, found.model, x) if len(x) == 1 and args.device == "cuda" else {}),
                             "difference": found.report.difference.largest,
                         }
                     )
