@@ -165,3 +165,26 @@ def test_training_goes_on(method: Any) -> None:
     loss.backward()
     small.step()
     assert found.model(x).square().mean() < loss
+
+
+def test_a_second_time() -> None:
+    """What selects already reads still less, and counts anew what it selects from."""
+    torch.manual_seed(0)
+    model: Any = zoo.CellTagger(nn.LSTMCell).eval()
+    tokens = torch.randint(50, (2, 6))
+    with torch.no_grad():
+        model.cell.weight_hh[:, 10:] = model.cell.weight_ih[:, 20:] = 0
+    small: Any = espalier.shrink(model, tokens, latency=False, gather="always").model
+    # 20 inputs, for the others were no one's; 10 of 24 units
+    assert (small.cell.spec(), small.cell.input_size) == ({"inputs": 20, "units": 10}, 20)
+    with torch.no_grad():
+        small.cell.weight_hh[:, 3] = small.cell.weight_ih[:, 5:8] = 0
+        for lost in (3, 8, 15):
+            small.head.weight[:, lost] = 0
+    for gather in ("always", "auto", "never"):
+        again: Any = espalier.shrink(small, tokens, latency=False, gather=gather).model
+        torch.testing.assert_close(again(tokens), small(tokens))
+        # 3 and 15 are read by nobody now, 8 by the cell
+        assert (again.cell.input_size, again.cell.hidden_size) == (17, 22)
+        assert again.cell.unit_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+        assert again.cell.weight_hh.shape == (88, 9)

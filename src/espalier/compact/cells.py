@@ -20,6 +20,8 @@ class GatherCell(nn.Module):
     It is called as the dense cell is: inputs, state and output are as wide as before.
     """
 
+    input_size: int
+    hidden_size: int
     input_index: Tensor
     unit_index: Tensor
     weight_ih: nn.Parameter
@@ -27,21 +29,21 @@ class GatherCell(nn.Module):
     bias_ih: nn.Parameter | None
     bias_hh: nn.Parameter | None
 
-    def __init__(self, cell: Cell, inputs: Tensor, units: Tensor) -> None:
-        """Of a dense cell, the inputs and the units that are read."""
+    def __init__(self, cell: Cell | GatherCell, inputs: Tensor, units: Tensor) -> None:
+        """Of a cell, these columns of its two weights."""
         super().__init__()
-        if type(cell) not in CELLS:
+        if type(cell) not in (*CELLS, GatherCell):
             raise ValueError(f"a {type(cell).__name__} cannot select: only LSTMCell, GRUCell and RNNCell can.")
         self.input_size, self.hidden_size = cell.input_size, cell.hidden_size
-        self._gates = cell.weight_hh.shape[0] // cell.hidden_size
-        self._activation = getattr(cell, "nonlinearity", "tanh")
-        for kind, index in (("ih", inputs), ("hh", units)):
+        self.gates = cell.weight_hh.shape[0] // cell.hidden_size
+        self.nonlinearity = getattr(cell, "nonlinearity", "tanh")
+        for kind, selects, index in (("ih", "input_index", inputs), ("hh", "unit_index", units)):
             weight, bias = getattr(cell, f"weight_{kind}"), getattr(cell, f"bias_{kind}")
             index = index.to(weight.device)
-            self.register_buffer("input_index" if kind == "ih" else "unit_index", index)
             narrow = nn.Parameter(weight.detach().index_select(1, index), weight.requires_grad)
             self.register_parameter(f"weight_{kind}", narrow)
             self.register_parameter(f"bias_{kind}", bias)
+            self.register_buffer(selects, getattr(cell, selects)[index] if isinstance(cell, GatherCell) else index)
         self.train(cell.training)
 
     @classmethod
@@ -57,20 +59,20 @@ class GatherCell(nn.Module):
         """As the dense cell's."""
         if hx is None:
             zeros = x.new_zeros(*x.shape[:-1], self.hidden_size)
-            hx = (zeros, zeros) if self._gates == 4 else zeros
+            hx = (zeros, zeros) if self.gates == 4 else zeros
         h = hx if isinstance(hx, Tensor) else hx[0]
         from_x = F.linear(x.index_select(-1, self.input_index), self.weight_ih, self.bias_ih)
         from_h = F.linear(h.index_select(-1, self.unit_index), self.weight_hh, self.bias_hh)
-        if self._gates == 4:
+        if self.gates == 4:
             enter, forget, new, leave = (from_x + from_h).chunk(4, -1)
             c = torch.sigmoid(forget) * hx[1] + torch.sigmoid(enter) * torch.tanh(new)
             return torch.sigmoid(leave) * torch.tanh(c), c
-        if self._gates == 3:
+        if self.gates == 3:
             (x_reset, x_update, x_new), (h_reset, h_update, h_new) = from_x.chunk(3, -1), from_h.chunk(3, -1)
             update = torch.sigmoid(x_update + h_update)
             new = torch.tanh(x_new + torch.sigmoid(x_reset + h_reset) * h_new)
             return new + update * (h - new)
-        return torch.tanh(from_x + from_h) if self._activation == "tanh" else torch.relu(from_x + from_h)
+        return torch.tanh(from_x + from_h) if self.nonlinearity == "tanh" else torch.relu(from_x + from_h)
 
     def extra_repr(self) -> str:
         inputs, units = self.spec().values()

@@ -85,7 +85,8 @@ def _gather_cells(
         made = GatherCell(cell, *indices)
         shape = [*shapes.get(name, readers[0].input_shape)[:-1], cell.input_size]
         found = GatherRow(name, sum(map(len, reads)), sum(map(len, indices)))
-        row = found if gather == "always" else _worthwhile(found, cell, made, shape, trace)
+        selects = isinstance(cell, GatherCell)
+        row = found if selects or gather == "always" else _worthwhile(found, cell, made, shape, trace)
         if row is None:
             continue
         for reader, index in zip(readers, indices, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.compact.attention import HeadAttention
-from espalier.compact.cells import CELLS
+from espalier.compact.cells import CELLS, Cell, GatherCell
 from espalier.compact.layers import Gather
 from espalier.compact.rules.products import columns_of, constants_of, give
 from espalier.compact.trace import Reader, Tracer, tensors_in
@@ -46,7 +46,7 @@ def _units(tracer: Tracer, name: str, module: nn.RNNBase, x: Tensor, columns: Te
             suffix = f"_l{layer}{direction}"
             here = tracer.slot(f"{name}.weight_hh{suffix}", 1)
             units.append(here)
-            _gates(tracer, name, suffix, here, columns, constant, values, module.bias)
+            _gates(tracer, name, suffix, here, columns, here, constant, values, module.bias)
         layers.append(units)
         columns = torch.cat(units)
         constant, values = torch.zeros(len(columns), dtype=torch.bool), torch.zeros(len(columns), dtype=x.dtype)
@@ -61,12 +61,12 @@ def _units(tracer: Tracer, name: str, module: nn.RNNBase, x: Tensor, columns: Te
 
 
 def _gates(
-    tracer: Tracer, name: str, suffix: str, units: Tensor, columns: Tensor, constant: Tensor, values: Tensor,
-    bias: bool, shape: tuple[int, ...] = (),
+    tracer: Tracer, name: str, suffix: str, units: Tensor, columns: Tensor, own: Tensor, constant: Tensor,
+    values: Tensor, bias: bool, shape: tuple[int, ...] = (),
 ) -> tuple[Reader, Reader]:  # fmt: skip
-    """The two matrices of a layer or cell, of its inputs and of its units, by which each unit has rows of its own."""
+    """The matrices of a layer or cell, whose rows are its units' gates: one reads inputs, one the units themselves."""
     readers = []
-    for kind, read in (("ih", columns), ("hh", units)):
+    for kind, read in (("ih", columns), ("hh", own)):
         weight = f"{name}.weight_{kind}{suffix}"
         w = tracer.parameter(weight)
         rows = tracer.slot(weight, 0, units.repeat(w.shape[0] // len(units)))
@@ -84,7 +84,12 @@ def _gates(
 
 
 def _cell(
-    tracer: Tracer, name: str, module: nn.RNNCellBase, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tracer: Tracer,
+    name: str,
+    module: Cell | GatherCell,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """A cell is called at every step. Its units are those of the state that it is given and gives."""
     with torch._C.DisableTorchFunction():
@@ -95,18 +100,26 @@ def _cell(
         if columns is None or None in given:
             tracer.leave(name, module, [args, kwargs], "channels in another dimension than it reads")
             return out
-        units = tracer.slot(f"{name}.weight_hh", 1)
+        # every unit has rows of its own, the first of them for its first gate
+        size = module.hidden_size
+        units = tracer.slot(f"{name}.weight_hh", 0)[:size]
         for h, its in zip(state, given, strict=True):
             if not tracer.tracked(h):
                 tracer.trace.kept.setdefault(name, "a state from elsewhere keeps all units")
             assert its is not None
             tracer.trace.units.join(its, units)
-        columns = tracer.slot(f"{name}.weight_ih", 1, columns)
+        read, own = columns, units
+        if isinstance(module, GatherCell):
+            tracer.trace.gathers |= {f"{name}.input_index": columns, f"{name}.unit_index": units}
+            read, own = columns[module.input_index.cpu()], units[module.unit_index.cpu()]
+        read = tracer.slot(f"{name}.weight_ih", 1, read)
         # at another step an input may be another constant
         if name not in tracer.trace.cells:
-            none = torch.zeros(len(columns), dtype=torch.bool)
-            values = torch.zeros(len(columns), dtype=x.dtype)
-            readers = _gates(tracer, name, "", units, columns, none, values, module.bias, tuple(x.shape))
+            none = torch.zeros(len(read), dtype=torch.bool)
+            values = torch.zeros(len(read), dtype=x.dtype)
+            readers = _gates(
+                tracer, name, "", units, read, own, none, values, module.bias_ih is not None, tuple(x.shape)
+            )
             tracer.trace.cells[name] = readers
         for h in tensors_in(out):
             give(tracer, h, -1, units, torch.zeros(len(units), dtype=torch.bool))
@@ -144,7 +157,7 @@ def _gather(
         if columns is None:
             tracer.pin([x], "channels in another dimension than it selects")
             columns = tracer.label(x).flatten()[:0]
-        tracer.trace.gathers[name] = columns
+        tracer.trace.gathers[f"{name}.index"] = columns
         tag, index = tracer.tag(x), module.index.cpu()
         selected = x.index_select(module.dim, module.index)
         tracer.set(selected, *(t.index_select(module.dim, index) for t in (tag.label, tag.constant)))
@@ -153,7 +166,7 @@ def _gather(
 
 MODULE_RULES: tuple[tuple[tuple[type, ...], ModuleRule], ...] = (
     ((nn.LSTM, nn.GRU, nn.RNN), _recurrent),
-    (CELLS, _cell),
+    ((*CELLS, GatherCell), _cell),
     ((nn.MultiheadAttention, HeadAttention), _attention),
     ((Gather,), _gather),
 )

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.compact.attention import HeadAttention
-from espalier.compact.layers import Gather
+from espalier.compact.cells import GatherCell
 from espalier.compact.plan import Plan
 from espalier.compact.trace import Reader, Split, Trace, get
 
@@ -42,7 +42,7 @@ def remove(model: nn.Module, trace: Trace, plan: Plan, kept: Kept) -> bool:
             kept.narrow(name, dim, index)
             _assign(model, name, get(model, name).index_select(dim, index.to(get(model, name).device)))
     for name, labels in trace.gathers.items():
-        _select_anew(model.get_submodule(name), plan, labels)
+        _select_anew(model, name, plan.stays(labels))
     for split in trace.splits:
         _fix_counts(model.get_submodule(split.module), split, plan)
     for module in model.modules():
@@ -95,13 +95,14 @@ def _assign(model: nn.Module, name: str, value: Tensor) -> None:
                 setattr(module, leaf, value)
 
 
-def _select_anew(gather: nn.Module, plan: Plan, labels: Tensor) -> None:
-    """Its indices count what stayed of its input."""
-    assert isinstance(gather, Gather)
-    stays = plan.stays(labels)
-    index = gather.index.cpu()
+def _select_anew(model: nn.Module, name: str, stays: Tensor) -> None:
+    """Indices count what stayed of the channels that they select from."""
+    index = get(model, name).cpu()
     index = (stays.cumsum(0) - 1)[index[stays[index]]]
-    gather.index = index.to(gather.index.device)
+    _assign(model, name, index.to(get(model, name).device))
+    module: Any = model.get_submodule(name.rpartition(".")[0])
+    if name.endswith(".input_index"):
+        module.input_size = int(stays.sum())
 
 
 def _fix_counts(module: nn.Module, split: Split, plan: Plan) -> None:
@@ -138,6 +139,8 @@ def fix_sizes(module: nn.Module) -> None:
     elif isinstance(module, nn.RNNBase):
         layer.input_size, layer.hidden_size = layer.weight_ih_l0.shape[1], layer.weight_hh_l0.shape[1]
         module.flatten_parameters()
+    elif isinstance(module, GatherCell):
+        layer.hidden_size = len(module.weight_hh) // module.gates
     elif isinstance(module, nn.RNNCellBase):
         layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers: a Linear, columns first

@@ -67,7 +67,7 @@ class Trace:
     needs: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # while one of the first lives, so do the second
     equal: list[list[Tensor]] = field(default_factory=list)  # as many must stay of each
     splits: list[Split] = field(default_factory=list)
-    gathers: dict[str, Tensor] = field(default_factory=dict)  # the labels of what a Gather selects from
+    gathers: dict[str, Tensor] = field(default_factory=dict)  # by index, the labels of what it selects from
     cells: dict[str, tuple[Reader, Reader]] = field(default_factory=dict)  # those that read inputs, and their own units
     heads: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)  # those read, and a unit of the weights'
     risky: list[Tensor] = field(default_factory=list)  # units that go through sizes which may be written in the code
