@@ -53,7 +53,9 @@ def test_outputs_are_the_same_and_twice_changes_nothing(case: zoo.ModelCase, rat
     model, inputs = structured(case, rate, dtype)
     before = copy.deepcopy(model.state_dict())
     gather = "always" if rate == 0.6 else "never"
-    small = espalier.shrink(model, inputs, latency=False, gather=gather, low_rank=False).model
+    found = espalier.shrink(model, inputs, latency=False, gather=gather, low_rank=False)
+    small = found.model
+    assert zoo.unforced(found.report)
     assert error(model, small, inputs) <= (1e-5 if dtype == torch.float32 else 1e-10)
     assert count(small) < count(model)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items()), "the given model was changed"
@@ -148,6 +150,8 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "ones of its shape": lambda x: x * torch.ones_like(x) + torch.zeros_like(x),
     "zeros of one channel": lambda x: x + x.new_zeros(x.shape[0], 1, 1, 1),
     "zeros of all channels": lambda x: x + x.new_zeros(x.shape),
+    "zeros beside it": lambda x: torch.cat([x, x.new_zeros(x.shape)], 1)[:, : x.shape[1]],
+    "full of a sum": lambda x: x + x.new_full((1, 1, 1, 1), x.sum()),
 }
 REMOVABLE = {
     "relu", "softmax over pixels", "minus the mean of pixels", "squeeze and excite", "computed view", "detached",
@@ -167,6 +171,19 @@ def test_whatever_lies_between_is_understood_or_left_alone(name: str) -> None:
     assert error(model, small, inputs) < 1e-5
     if name in REMOVABLE:
         assert small.a.weight.shape[0] == 6
+
+
+def test_new_tensors_whose_sizes_follow_the_channels() -> None:
+    """As in shortcuts that are padded with zeros: these channels stay, and the others need not."""
+    torch.manual_seed(0)
+    model = Chain(lambda x: torch.cat([x, x.new_zeros(x.shape)], 1), out=16)
+    more = nn.Sequential(nn.ReLU(), nn.Conv2d(4, 6, 1))
+    with torch.no_grad():
+        model.b.weight[:, :3] = more[1].weight[:, 1:] = 0
+    whole = nn.Sequential(model, more).eval()
+    found = espalier.shrink(whole, torch.randn(2, 3, 6, 6), **QUICK)
+    assert zoo.unforced(found.report)
+    assert found.model[0].b.weight.shape == (1, 16, 1, 1)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.app.models.resnet import ResNet, bottleneck, conv_bn, resnet18, resnet50
 from espalier.app.models.vgg import VGG19
+from espalier.compact.report import ShrinkReport
 
 
 class MLP(nn.Module):
@@ -159,21 +160,23 @@ class Tagger(nn.Module):
 class CellTagger(nn.Module):
     """The same with a cell, step by step, which begins by itself or with a state that the model gives it."""
 
-    def __init__(self, cell: type[nn.RNNCellBase], begins: bool = True, width: int = 24) -> None:
+    def __init__(self, cell: type[nn.RNNCellBase], begins: bool = True, width: int = 24, units: int = 20) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, width)
-        self.cell = cell(width, width)
-        self.head = nn.Linear(width, 5)
-        self.begins, self.four = begins, cell is nn.LSTMCell
+        self.cell = cell(width, units)
+        self.head = nn.Linear(units, 5)
+        self.begins, self.two = begins, cell is nn.LSTMCell
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        zeros = x.new_zeros(x.shape[0], self.cell.hidden_size)
-        state = None if self.begins else (zeros, zeros) if self.four else zeros
+        state = None
+        if not self.begins:
+            zeros = x.new_zeros(x.shape[0], self.cell.hidden_size)
+            state = (zeros, zeros) if self.two else zeros
         seen = []
         for step in x.unbind(1):
             state = self.cell(step, state)
-            seen.append(state if isinstance(state, Tensor) else state[0])
+            seen.append(state[0] if self.two else state)
         return self.head(torch.stack(seen, 1))
 
 
@@ -297,6 +300,11 @@ def logits(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """The model's output as one tensor."""
     out = model(*inputs)
     return out if isinstance(out, Tensor) else out.logits
+
+
+def unforced(report: ShrinkReport) -> bool:
+    """Nothing had to stay because the smaller model failed without it."""
+    return not any("for without them" in line or "for otherwise" in line for line in report.kept)
 
 
 @torch.no_grad()

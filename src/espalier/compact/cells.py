@@ -35,7 +35,8 @@ class GatherCell(nn.Module):
         if type(cell) not in (*CELLS, GatherCell):
             raise ValueError(f"a {type(cell).__name__} cannot select: only LSTMCell, GRUCell and RNNCell can.")
         self.input_size, self.hidden_size = cell.input_size, cell.hidden_size
-        self.gates = cell.weight_hh.shape[0] // cell.hidden_size
+        self.gates = cell.weight_hh.shape[0] // cell.hidden_size  # 4 of an LSTM, 3 of a GRU, 1
+        self.bias = cell.bias_ih is not None
         self.nonlinearity = getattr(cell, "nonlinearity", "tanh")
         for kind, selects, index in (("ih", "input_index", inputs), ("hh", "unit_index", units)):
             weight, bias = getattr(cell, f"weight_{kind}"), getattr(cell, f"bias_{kind}")
@@ -55,15 +56,17 @@ class GatherCell(nn.Module):
         """What `empty` needs."""
         return {"inputs": len(self.input_index), "units": len(self.unit_index)}
 
-    def forward(self, x: Tensor, hx: State | None = None) -> State:
+    def forward(self, input: Tensor, hx: State | None = None) -> State:
         """As the dense cell's."""
+        lstm = self.gates == 4
         if hx is None:
-            zeros = x.new_zeros(*x.shape[:-1], self.hidden_size)
-            hx = (zeros, zeros) if self.gates == 4 else zeros
-        h = hx if isinstance(hx, Tensor) else hx[0]
-        from_x = F.linear(x.index_select(-1, self.input_index), self.weight_ih, self.bias_ih)
+            zeros = input.new_zeros(*input.shape[:-1], self.hidden_size)
+            hx = (zeros, zeros) if lstm else zeros
+        h = hx[0] if lstm else hx
+        assert isinstance(h, Tensor)
+        from_x = F.linear(input.index_select(-1, self.input_index), self.weight_ih, self.bias_ih)
         from_h = F.linear(h.index_select(-1, self.unit_index), self.weight_hh, self.bias_hh)
-        if self.gates == 4:
+        if lstm:
             enter, forget, new, leave = (from_x + from_h).chunk(4, -1)
             c = torch.sigmoid(forget) * hx[1] + torch.sigmoid(enter) * torch.tanh(new)
             return torch.sigmoid(leave) * torch.tanh(c), c

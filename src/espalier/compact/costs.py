@@ -66,6 +66,10 @@ def flops_of(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, float]:
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # nor does it bear views of parameters, such as an initial state for every example, made without gradients
+        for p in model.parameters():
+            stack.callback(p.requires_grad_, p.requires_grad)
+            p.requires_grad_(False)
         counter = stack.enter_context(FlopCounterMode(display=False, custom_mapping=_RECURRENCE))
         spent = stack.enter_context(_attributed(model, counter.get_total_flops))
         call(model, cloned(inputs))

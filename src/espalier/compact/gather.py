@@ -29,11 +29,9 @@ def gather_inputs(
 ) -> list[GatherRow]:  # fmt: skip
     """Where it pays, or always: name, inputs before and after, milliseconds before and after. Layers are timed with
     inputs of these shapes, or else of those that were traced."""
-    if gather == "never":
-        return []
-    rows = _gather_cells(model, trace, plan, kept, gather, align, shapes)
+    rows: list[GatherRow] = []
     for reader in trace.readers:
-        if reader.module is None:
+        if not reader.module:  # nothing can stand in the place of the model itself
             continue
         here = plan.index(reader.columns)
         read = _rounded(plan.reads(reader)[here], align)
@@ -52,6 +50,8 @@ def gather_inputs(
         parent = model.get_submodule(reader.module.rpartition(".")[0])
         inside = isinstance(parent, Gather) and reader.module.endswith(".layer")
         made = Gather(smaller, reader.dim, index.to(layer.weight.device))
+        if not inside and _bytes(made) >= _bytes(layer):
+            continue
         shape = list(shapes.get(reader.module, reader.input_shape))
         shape[reader.dim] = len(here)
         found = GatherRow(reader.module, len(here), len(index))
@@ -71,7 +71,7 @@ def gather_inputs(
     return rows
 
 
-def _gather_cells(
+def gather_cells(
     model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, shapes: Mapping[str, torch.Size]
 ) -> list[GatherRow]:  # fmt: skip
     """Recurrent cells, which select from their inputs and from their own units."""
@@ -79,10 +79,12 @@ def _gather_cells(
     for name, readers in trace.cells.items():
         cell: Any = model.get_submodule(name)
         reads = [_rounded(plan.reads(r)[plan.index(r.columns)], align) for r in readers]
-        if hooked(cell) or _tied(model, cell) or all(bool(r.all()) for r in reads):
+        if not name or hooked(cell) or all(bool(r.all()) for r in reads):
             continue
         indices = [r.nonzero().flatten() for r in reads]
         made = GatherCell(cell, *indices)
+        if _bytes(made) >= _bytes(cell):
+            continue
         shape = [*shapes.get(name, readers[0].input_shape)[:-1], cell.input_size]
         found = GatherRow(name, sum(map(len, reads)), sum(map(len, indices)))
         selects = isinstance(cell, GatherCell)
@@ -96,10 +98,9 @@ def _gather_cells(
     return rows
 
 
-def _tied(model: nn.Module, cell: nn.Module) -> bool:
-    """Whether the model has a parameter of the cell under another name, too."""
-    own = {id(p) for p in cell.parameters()}
-    return sum(id(p) in own for _, p in model.named_parameters(remove_duplicate=False)) > len(own)
+def _bytes(module: nn.Module) -> int:
+    """With the indices of a selection."""
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
 def _worthwhile(row: GatherRow, layer: nn.Module, made: nn.Module, shape: list[int], trace: Trace) -> GatherRow | None:

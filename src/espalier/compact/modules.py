@@ -97,15 +97,22 @@ def _cell(
         x = args[0] if args else kwargs["input"]
         state = list(tensors_in([args[1:], kwargs.get("hx")]))
         columns, *given = (columns_of(tracer, t, -1) for t in (x, *state))
+        weights = [tracer.name(w) for w in (module.weight_ih, module.weight_hh)]
         if columns is None or None in given:
             tracer.leave(name, module, [args, kwargs], "channels in another dimension than it reads")
             return out
+        if not all(w and tracer.owner(w) for w in weights):
+            tracer.leave(name, module, [args, kwargs], "weights that are shared, or computed")
+            return out
+        for t in (x, *state):
+            if known := tracer.name(t):
+                tracer.refuse(known)
         # every unit has rows of its own, the first of them for its first gate
         size = module.hidden_size
         units = tracer.slot(f"{name}.weight_hh", 0)[:size]
         for h, its in zip(state, given, strict=True):
             if not tracer.tracked(h):
-                tracer.trace.kept.setdefault(name, "a state from elsewhere keeps all units")
+                tracer.trace.kept.setdefault(f"{name}'s units", "their state cannot lose any")
             assert its is not None
             tracer.trace.units.join(its, units)
         read, own = columns, units

@@ -49,7 +49,8 @@ class LowRankRow:
 
 @dataclass(frozen=True)
 class GatherRow:
-    """A layer that selects its inputs: how many it is given and reads, and its latency without and with that."""
+    """A layer that selects its inputs: how many it is given and reads, and its latency without and with that. A cell's
+    own units are among its inputs."""
 
     name: str
     given: int

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.compact.attention import HeadAttention
-from espalier.compact.cells import GatherCell
+from espalier.compact.cells import CELLS, GatherCell
 from espalier.compact.plan import Plan
 from espalier.compact.trace import Reader, Split, Trace, get
 
@@ -141,7 +141,7 @@ def fix_sizes(module: nn.Module) -> None:
         module.flatten_parameters()
     elif isinstance(module, GatherCell):
         layer.hidden_size = len(module.weight_hh) // module.gates
-    elif isinstance(module, nn.RNNCellBase):
+    elif type(module) in CELLS:  # a subclass may have other weights
         layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers: a Linear, columns first
         layer.nx, layer.nf = layer.weight.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from espalier.checks import check_number
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
-from espalier.compact.gather import gather_inputs, input_shapes
+from espalier.compact.gather import gather_cells, gather_inputs, input_shapes
 from espalier.compact.layers import Gather, factor
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
@@ -163,9 +164,10 @@ def _replaced(
     gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool, rank_tol: float,
 ) -> _Made:  # fmt: skip
     """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
-    for selects, factors in ((gather, low_rank), (gather, False), ("never", low_rank), ("never", False)):
+    tries = ((gather_cells, gather_inputs), (gather_inputs,), ()) if gather != "never" else ((),)
+    for selections, factors in itertools.product(tries, (low_rank, False)):
         model, its = copy.deepcopy(small), copy.deepcopy(kept)
-        gathers = gather_inputs(model, trace, found, its, selects, align, shapes)
+        gathers = [row for f in selections for row in f(model, trace, found, its, gather, align, shapes)]
         ranks = _factor(model, trace, its, rank_tol) if factors else []
         if not gathers and not ranks:
             return _Made(model, its, difference, gathers, ranks)

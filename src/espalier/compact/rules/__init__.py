@@ -6,7 +6,7 @@ from typing import Any
 
 from espalier.compact.rules.channelwise import along, batch_norm, instance_norm, norm_over, pool, prelu, reduce
 from espalier.compact.rules.common import Arguments, Rule, Unknown, names
-from espalier.compact.rules.moves import chunk, cut, item, join, move, pad, reshape
+from espalier.compact.rules.moves import chunk, cut, fresh, item, join, move, pad, reshape
 from espalier.compact.rules.pointwise import cast_type, pointwise
 from espalier.compact.rules.products import addmm, attention, conv, conv_transpose, embedding, linear, matmul
 from espalier.compact.trace import Tracer, tensors_in
@@ -31,6 +31,7 @@ _MOVES = names("""
 """)
 _JOINS = names("cat concat concatenate stack")
 _CUTS = names("split split_with_sizes tensor_split unbind select narrow")
+_NEW = names("new_zeros new_ones new_full new_empty")
 _REDUCTIONS = names("mean sum amax amin")
 _ALONG = names("softmax log_softmax softmin normalize cumsum")
 _POOLS = names("""
@@ -43,7 +44,7 @@ _LOOKS = names("""
     size dim stride numel is_contiguous get_device ndimension element_size storage_offset is_floating_point is_complex
     data_ptr __len__ shape ndim dtype device is_cuda requires_grad is_nested layout is_sparse is_quantized grad_fn names
     _version itemsize nbytes is_leaf is_mkldnn is_meta is_inference requires_grad_ __hash__ __repr__ __format__
-    dim_order new_zeros new_ones new_full new_empty
+    dim_order
 """)
 
 
@@ -96,6 +97,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_RESHAPES, reshape),
     **dict.fromkeys(_MOVES, move),
     **dict.fromkeys(_JOINS, join),
+    **dict.fromkeys(_NEW, fresh),
     **dict.fromkeys(_REDUCTIONS, reduce),
     **dict.fromkeys(_ALONG, along),
     **dict.fromkeys(_POOLS, pool),

@@ -35,6 +35,14 @@ def _by_sizes(tracer: Tracer, a: Arguments, out: Tensor, label: Tensor) -> None:
         tracer.trace.risky.append(shortest(label).reshape(-1))
 
 
+def fresh(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
+    """A new tensor that has nothing of x but its type, unless its sizes are those of x's channels."""
+    x, *rest = a["args"]
+    channels = {x.shape[d] for d in varies(tracer.label(x))}
+    if channels & set(out.shape) or any(isinstance(v, Tensor) for v in tree_leaves([rest, a["kwargs"]])):
+        raise Unknown
+
+
 def move(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x, *rest = a["args"]
     if tracer.name(x):
