@@ -114,7 +114,7 @@ def _worthwhile(row: GatherRow, layer: nn.Module, made: nn.Module, shape: list[i
     layer._gathered = row.given, row.read  # type: ignore[assignment]
     why = f"reads {row.read} of {row.given} channels; selecting them was not faster"
     why = f'{why} ({before:.3g} ms without, {after:.3g} with): gather="always" does it'
-    trace.kept[row.name] = why
+    trace.kept.setdefault(row.name, why)
     return None
 
 

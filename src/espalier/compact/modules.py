@@ -107,9 +107,9 @@ def _cell(
         for t in (x, *state):
             if known := tracer.name(t):
                 tracer.refuse(known)
-        # every unit has rows of its own, the first of them for its first gate
-        size = module.hidden_size
-        units = tracer.slot(f"{name}.weight_hh", 0)[:size]
+        units = tracer.slot(f"{name}.weight_hh", 0)[
+            : module.hidden_size
+        ]  # its rows are those of one gate after another
         for h, its in zip(state, given, strict=True):
             if not tracer.tracked(h):
                 tracer.trace.kept.setdefault(f"{name}'s units", "their state cannot lose any")
@@ -120,8 +120,8 @@ def _cell(
             tracer.trace.gathers |= {f"{name}.input_index": columns, f"{name}.unit_index": units}
             read, own = columns[module.input_index.cpu()], units[module.unit_index.cpu()]
         read = tracer.slot(f"{name}.weight_ih", 1, read)
-        # at another step an input may be another constant
         if name not in tracer.trace.cells:
+            # at another step an input may be another constant, or none
             none = torch.zeros(len(read), dtype=torch.bool)
             values = torch.zeros(len(read), dtype=x.dtype)
             readers = _gates(
