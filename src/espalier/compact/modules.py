@@ -107,9 +107,8 @@ def _cell(
         for t in (x, *state):
             if known := tracer.name(t):
                 tracer.refuse(known)
-        units = tracer.slot(f"{name}.weight_hh", 0)[
-            : module.hidden_size
-        ]  # its rows are those of one gate after another
+        # the rows of one gate after another: those of the first
+        units = tracer.slot(f"{name}.weight_hh", 0)[: module.hidden_size]
         for h, its in zip(state, given, strict=True):
             if not tracer.tracked(h):
                 tracer.trace.kept.setdefault(f"{name}'s units", "their state cannot lose any")
