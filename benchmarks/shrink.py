@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--align", type=int, nargs="+", default=[1], help="multiples to keep channels at")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.like and len(args.networks) > 1:
+        parser.error("--like is of one network: name it by --networks")
     rows: list[dict[str, Any]] = []
     for network in args.networks:
         for profile in (args.like,) if args.like else ("even", "late"):

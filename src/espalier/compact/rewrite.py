@@ -12,7 +12,9 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.cells import CELLS, GatherCell
+from espalier.compact.layers import Gather, factor
 from espalier.compact.plan import Plan
+from espalier.compact.report import LowRankRow
 from espalier.compact.trace import Reader, Split, Trace, get
 
 
@@ -77,6 +79,23 @@ def fold(model: nn.Module, reader: Reader, dropped: Tensor, trace: Trace | None 
     layer.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
     if trace is not None:
         trace.slots[f"{reader.module}.bias", 0] = reader.rows
+
+
+def factor_layers(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[LowRankRow]:
+    """Two layers for each of low rank."""
+    rows = []
+    for name in dict.fromkeys(reader.module for reader in trace.readers if reader.module):
+        place = f"{name}.layer" if isinstance(model.get_submodule(name), Gather) else name
+        layer: Any = model.get_submodule(place)
+        if hooked(layer) or (made := factor(layer, rtol)) is None:
+            continue
+        # zero rows and columns lower the rank, too: a product would only do the work of a selection
+        matrix = layer.weight.flatten(1) != 0
+        if made[0].spec()["rank"] < min(matrix.any(0).sum(), matrix.any(1).sum()):
+            model.set_submodule(place, made[0])
+            kept.gone |= {f"{name}.weight", f"{name}.bias"}
+            rows.append(LowRankRow(name, made[0].spec()["rank"], made[1]))
+    return rows
 
 
 def hooked(module: nn.Module) -> bool:

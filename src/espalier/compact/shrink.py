@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from espalier.checks import check_number
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
 from espalier.compact.gather import gather_cells, gather_inputs, input_shapes
-from espalier.compact.layers import Gather, factor
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
 from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, measure
-from espalier.compact.rewrite import Kept, hooked, remove
+from espalier.compact.rewrite import Kept, factor_layers, remove
 from espalier.compact.trace import Trace, Tracer, tensors_in
 from espalier.compact.verify import Difference, ShrinkError, check, outputs
 
@@ -168,7 +167,7 @@ def _replaced(
     for selections, factors in itertools.product(tries, (low_rank, False)):
         model, its = copy.deepcopy(small), copy.deepcopy(kept)
         gathers = [row for f in selections for row in f(model, trace, found, its, gather, align, shapes)]
-        ranks = _factor(model, trace, its, rank_tol) if factors else []
+        ranks = factor_layers(model, trace, its, rank_tol) if factors else []
         if not gathers and not ranks:
             return _Made(model, its, difference, gathers, ranks)
         try:
@@ -277,23 +276,6 @@ def _restore(model: nn.Module, modes: dict[str, bool]) -> None:
         while name not in modes:
             name = name.rpartition(".")[0]
         module.training = modes[name]
-
-
-def _factor(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[LowRankRow]:
-    """Two layers for each of low rank."""
-    rows = []
-    for name in dict.fromkeys(reader.module for reader in trace.readers if reader.module):
-        place = f"{name}.layer" if isinstance(model.get_submodule(name), Gather) else name
-        layer: Any = model.get_submodule(place)
-        if hooked(layer) or (made := factor(layer, rtol)) is None:
-            continue
-        # zero rows and columns lower the rank, too: a product would only do the work of a selection
-        matrix = layer.weight.flatten(1) != 0
-        if made[0].spec()["rank"] < min(matrix.any(0).sum(), matrix.any(1).sum()):
-            model.set_submodule(place, made[0])
-            kept.gone |= {f"{name}.weight", f"{name}.bias"}
-            rows.append(LowRankRow(name, made[0].spec()["rank"], made[1]))
-    return rows
 
 
 def _reasons(trace: Trace, align: int) -> tuple[str, ...]:
