@@ -59,15 +59,15 @@ def by_products(x: Tensor, kappa: Tensor) -> Tensor:
     found = finish(singular_values._by_products(x, kappa))
     assert found is not None
     # a guess far too large, as a shape's other matrices may leave it, costs time only
-    singular_values._guesses[x.device, x.shape] = 33
+    singular_values._guesses[x.device, x.shape] = 54
     again = finish(singular_values._by_products(x, kappa))
     torch.testing.assert_close(again, found, rtol=0, atol=1e-6 * float(x.abs().max()))
     return found
 
 
-@every_shape
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 50, 12)], ids=str)
 @pytest.mark.parametrize("matrix", [gaussian, decaying, low_rank])
-@pytest.mark.parametrize("share", [3e-5, 1e-3, 0.1, 0.5, 0.93, 1.1])
+@pytest.mark.parametrize("share", [1e-7, 3e-5, 1e-3, 0.1, 0.5, 0.93, 1.1])
 @pytest.mark.parametrize("threshold", [threshold_singular_values, by_products])
 def test_threshold_against_float64(
     shape: tuple[int, ...], matrix: Callable[..., Tensor], share: float, threshold: Callable[..., Tensor]
@@ -78,7 +78,7 @@ def test_threshold_against_float64(
     y = threshold(x, kappa)
     size = torch.linalg.matrix_norm(x)
     assert y.dtype == x.dtype
-    assert (torch.linalg.matrix_norm(y - exact) <= 1e-6 * size).all()
+    assert (torch.linalg.matrix_norm(y - exact) <= (1e-7 if threshold is by_products else 1e-6) * size).all()
     # a product of low rank, in the sense in which rank is reported
     rank = NuclearNorm(1.0).structure(y, whole(shape)).rank
     assert rank is not None
@@ -99,9 +99,9 @@ def test_a_threshold_far_below_the_largest_singular_value(share: float) -> None:
     torch.testing.assert_close(narrow.double(), thresholded(x.float(), kappa)[0], rtol=0, atol=3e-7)
 
 
-def test_the_gram_matrix_is_left_where_squares_lose_digits() -> None:
+def test_a_method_is_left_where_it_loses_digits() -> None:
     x = torch.diag(torch.tensor([1.0, 1e-3])).unsqueeze(0)
-    least = {singular_values._by_eigenvalues: 3e-7, lambda *a: finish(singular_values._by_products(*a)): 1e-5}
+    least = {singular_values._by_eigenvalues: 3e-7, lambda *a: finish(singular_values._by_products(*a)): 3.2e-8}
     for method, kappa in least.items():
         assert method(x, torch.full((1, 1, 1), 0.9 * kappa)) is None
         assert method(x, torch.full((1, 1, 1), 1.2 * kappa)) is not None
@@ -141,7 +141,7 @@ def test_scalings_take_the_whole_interval_to_one(low: float) -> None:
     for alpha in singular_values._scalings(low):
         y = alpha * x
         x = 0.5 * y * (3 - y * y)
-    torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(x, torch.ones_like(x), rtol=0, atol=1e-8)
 
 
 # ------------------------------------------------------------------------------------------------- the subproblem

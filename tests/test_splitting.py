@@ -127,13 +127,13 @@ def test_however_few_the_iterations_it_never_goes_up(
 
 
 @every_shape
-@pytest.mark.parametrize("share", [1e-3, 0.4, 0.8, 1.1])
+@pytest.mark.parametrize("share", [1e-7, 1e-5, 1e-3, 0.4, 0.8, 1.1])
 def test_soft_threshold(shape: tuple[int, ...], share: float) -> None:
     x = gaussian(shape)
     kappa = share * torch.linalg.matrix_norm(x, 2).reshape(-1, 1, 1)
     y, bounds = soft_threshold(x.to(DEVICE), kappa.to(DEVICE))
     exact, singular = thresholded(x, kappa)
-    assert (torch.linalg.matrix_norm(y.cpu() - exact) <= 1e-6 * torch.linalg.matrix_norm(x)).all()
+    assert (torch.linalg.matrix_norm(y.cpu() - exact) <= 1e-7 * torch.linalg.matrix_norm(x)).all()
     assert (bounds.cpu() >= (1 - 1e-6) * (torch.linalg.svdvals(x)[:, 0] / kappa.flatten()).square() - 1).all()
     rank = NuclearNorm(1.0).structure(y.cpu(), whole(shape)).rank
     assert rank is not None
@@ -148,7 +148,7 @@ def test_what_is_infinite_comes_to_its_end(what: str) -> None:
     kappa *= {"far below": 1e-20, "no threshold": 0.0, "infinite": 1.0}[what]
     if what == "infinite":
         x[0, 3, 4] = math.inf
-    assert not soft_threshold(x, kappa)[1] < singular_values.GRAM_BELOW
+    assert not soft_threshold(x, kappa)[1] < singular_values.PRODUCTS_BELOW
     assert splitting.solve(x, torch.ones_like(x), x, kappa, torch.ones_like(kappa), 5, 5)[1].tolist() == [0]
 
 
@@ -156,10 +156,10 @@ def test_every_singular_value_at_the_threshold() -> None:
     x = 0.5 * torch.eye(16, device=DEVICE).unsqueeze(0)
     y, bounds = soft_threshold(x, torch.full((1, 1, 1), 0.5, device=DEVICE))
     assert y.abs().max() <= 1e-6
-    assert bounds < singular_values.GRAM_BELOW
+    assert bounds < singular_values.PRODUCTS_BELOW
 
 
-@pytest.mark.parametrize("kappa", [1e-7, 1.0])
+@pytest.mark.parametrize("kappa", [1e-9, 1.0])
 def test_a_soft_threshold_that_is_not_precise_is_left_to_torch(kappa: float, kernel: list[tuple[int, ...]]) -> None:
     x = gaussian((2, 9, 5))
     x[1] *= 1e-3 / kappa

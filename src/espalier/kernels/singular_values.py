@@ -11,13 +11,16 @@ from espalier.penalties import singular_values
 
 # what the torch code has, too
 RESOLUTION = tl.constexpr(singular_values.RESOLUTION)
-GRAM_BELOW = tl.constexpr(singular_values.GRAM_BELOW)
+CLOSE = tl.constexpr(singular_values.CLOSE)
+HALF_WAY = tl.constexpr(singular_values.HALF_WAY)
+APART = tl.constexpr(singular_values.APART)
+PRODUCTS_BELOW = tl.constexpr(singular_values.PRODUCTS_BELOW)
 
 _LEAST = 16  # rows and columns of a product
 
 
 def soft_threshold(x: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
-    """U max(Σ − κ, 0) Vᵀ of each matrix, κ (L); and bounds: where these are not below GRAM_BELOW it is not precise."""
+    """U max(Σ − κ, 0) Vᵀ of each matrix, κ (L); and bounds: it is precise where these are below PRODUCTS_BELOW."""
     y, bounds = torch.empty_like(x), torch.empty(len(x), dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
         _soft_threshold[(len(x),)](x, kappa, y, bounds, *size_of(x), **options_for(x))
@@ -36,43 +39,59 @@ def options_for(x: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def growth(low):
-    """α and α³ of the step ½ y (3 − y²), y = α x, that takes [low, 1] nearest to 1, and the new low."""
-    square = 3 / (1 + low + low * low)
+def growth(low, apart):
+    """α and α³ of the step ½ y (3 − y²), y = α x, that ends at 1 `apart` times as high as it begins at `low`."""
+    square = 3 * (1 - apart * low) / (1 - apart * low * low * low)
     alpha = tl.sqrt(square)
-    return alpha, alpha * square, 0.5 * alpha * low * (3 - square * low * low)
+    return alpha, alpha * square
+
+
+@triton.jit
+def grown(x, alpha, cube):
+    return 1.5 * alpha * x - 0.5 * cube * x * x * x
+
+
+@triton.jit
+def towards_one(x, square, alpha, cube):
+    return 1.5 * alpha * x - 0.5 * cube * tl.dot(x, square, out_dtype=tl.float64)
 
 
 @triton.jit
 def threshold(y, kappa, eye):
-    """U max(Σ − κ, 0) Vᵀ of y, and a bound of the norm of yᵀy/κ² − 1."""
+    """U max(Σ − κ, 0) Vᵀ of y as `penalties/singular_values.py` has it, and a bound of the norm of yᵀy/κ²."""
     wide = y.to(tl.float64) / kappa
-    ratio = tl.dot(tl.trans(wide), wide, out_dtype=tl.float64)
-    sign = ratio - eye
-    square = tl.dot(sign, sign, out_dtype=tl.float64)
-    square = tl.dot(square, square, out_dtype=tl.float64)
-    bound = tl.sqrt(tl.sqrt(tl.sqrt(tl.sum(square * square))))
-    bound = tl.where(bound == 0, 1.0, bound)
-    sign = sign / bound
-    low = tl.maximum(2 / bound * RESOLUTION, 1e-12)
-    while 1 - low > 1e-6:
-        alpha, cube, low = growth(low)
-        square = tl.dot(sign, sign, out_dtype=tl.float64)
-        sign = 1.5 * alpha * sign - 0.5 * cube * tl.dot(sign, square, out_dtype=tl.float64)
+    square = tl.dot(tl.trans(wide), wide, out_dtype=tl.float64)
+    power = tl.dot(square, square, out_dtype=tl.float64)
+    power = tl.dot(power, power, out_dtype=tl.float64)
+    bound = tl.sqrt(tl.sqrt(tl.sqrt(tl.sum(power * power))))
+    bound = tl.where(bound < 4, 4.0, bound)
+    size = tl.sqrt(tl.where(bound < PRODUCTS_BELOW, bound, PRODUCTS_BELOW))  # infinite, it would never come to its end
+    wide = wide / size
+    square = square / (size * size)
+    low = 1 / size
+    polar, beyond = wide, low * (1 + RESOLUTION)
+    while low < HALF_WAY:
+        alpha, cube = growth(low, APART)
+        polar = towards_one(polar, square, alpha, cube)
+        square = tl.dot(tl.trans(polar), polar, out_dtype=tl.float64)
+        low, beyond = grown(low, alpha, cube), grown(beyond, alpha, cube)
+    edge = low * low
+    sign = (square - edge * eye) / (1 - edge)
+    short = (beyond * beyond - edge) / (1 - edge)
+    while 1 - short > CLOSE:
+        alpha, cube = growth(short, 1.0)
+        sign = towards_one(sign, tl.dot(sign, sign, out_dtype=tl.float64), alpha, cube)
+        short = grown(short, alpha, cube)
     above = (sign + eye) * 0.5
-    scale = tl.where(bound < GRAM_BELOW, bound, GRAM_BELOW) + 1  # what is infinite would never come to its end
-    root = (tl.dot(above, ratio, out_dtype=tl.float64) + eye - above) / scale
-    inverse = eye
-    low = 1 / tl.sqrt(scale)
-    while 1 - low > 1e-6:
-        alpha, cube, low = growth(low)
-        step = 1.5 * alpha * eye - 0.5 * cube * tl.dot(inverse, root, out_dtype=tl.float64)
-        root = tl.dot(root, step, out_dtype=tl.float64)
-        inverse = tl.dot(step, inverse, out_dtype=tl.float64)
-    share = above - tl.dot(above, inverse, out_dtype=tl.float64) / tl.sqrt(scale)
+    while 1 - low > CLOSE:
+        alpha, cube = growth(low, 1.0)
+        polar = towards_one(polar, square, alpha, cube)
+        square = tl.dot(tl.trans(polar), polar, out_dtype=tl.float64)
+        low = grown(low, alpha, cube)
+    excess = tl.dot(tl.trans(polar), wide, out_dtype=tl.float64) - eye / size
+    share = tl.dot(above, excess, out_dtype=tl.float64) * (size * kappa)
     share = tl.where(tl.sum(above * eye) < 0.5, 0.0, share)  # exactly zero
-    wide = y.to(tl.float64)
-    return tl.dot(wide, share, out_dtype=tl.float64).to(tl.float32), bound
+    return tl.dot(polar, share, out_dtype=tl.float64).to(tl.float32), bound
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels import MOST_MEMORY
-from espalier.kernels.singular_values import GRAM_BELOW, identity, options_for, places, size_of, threshold
+from espalier.kernels.singular_values import PRODUCTS_BELOW, identity, options_for, places, size_of, threshold
 from espalier.solvers import anderson
 from espalier.solvers import splitting as reference
 
@@ -202,7 +202,7 @@ def _solve(
         y = tl.where(descending, first - (h * first - b) / steepest, reflected(v, b, h))
         x, bound = threshold(y, tl.where(descending, k / steepest, k).to(tl.float64), eye)
         tl.store(z + here, x, inside)
-        precise = bound < GRAM_BELOW  # not where it is NaN
+        precise = bound < PRODUCTS_BELOW  # not where it is NaN
         slot = taken % MEMORY
         taken += tl.where(descending, 0, 1)
         move = x - 0.5 * (y + v)

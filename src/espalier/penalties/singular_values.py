@@ -1,11 +1,10 @@
 """The soft-threshold of singular values, U max(Σ − κ, 0) Vᵀ, by whatever is cheapest where it runs.
 
-In float32 everything passes through the Gram matrix XᵀX in float64, which has twice the digits of X. On a GPU that is
-put through matrix products alone: where these take 0.7 ms (512×512, H200), its eigenvalues take 4.7 ms, one matrix of a
-batch after another, and torch.linalg.svd 18. Products serve where κ is above 1e-5 σ_max; the eigenvalues down to 3e-7
-σ_max, where what squaring loses, 2e-9 σ_max near κ, is still far below the rounding of X. Below that, and in float64,
-it is a singular value decomposition in float64. On a CPU the last solution leads to the next one of low rank
-(`subspace`).
+In float32, on a GPU, it is made of matrix products in float64 alone: where these take 0.7 ms (512×512, H200), the
+eigenvalues of the Gram matrix XᵀX take 4.7 ms, one matrix of a batch after another, and torch.linalg.svd 18. They serve
+where κ is above 3e-8 σ_max, half the rounding of X. On a CPU it is the eigenvalues, down to 3e-7 σ_max, where what
+squaring loses, 2e-9 σ_max near κ, is still far below that rounding; or, for low rank, an iteration that goes on from
+the last solution (`subspace`). Else, and in float64, it is a singular value decomposition in float64.
 """
 
 from __future__ import annotations
@@ -25,15 +24,19 @@ from espalier.recording import Recording
 
 # A singular value so near κ, relative to κ, may count as above or below it.
 RESOLUTION = 1e-5
-# (σ_max / κ)² up to which the Gram matrix is precise enough: for products, and for eigenvalues
-GRAM_BELOW = 1e10
+# What an iteration that leads to 1 may end short of it; the rounding of float32 is 6e-8.
+CLOSE = 1e-8
+# Where singular values are told from κ, and how many times as far those must stay that it folds down.
+HALF_WAY, APART = 0.25, 2.0
+# (σ_max / κ)² up to which products are precise enough, and the eigenvalues of the Gram matrix
+PRODUCTS_BELOW = 1e15
 _EIGENVALUES_BELOW = 1e13
 # n³ times matrices up to which launching the products takes longer than making them
 _RECORD_BELOW = 2**30
 # recordings that are kept, for each thread; more matrices have their products made one by one
 _RECORDS = 128
 # (σ/κ)² is bounded by powers of 2 whose exponents are so far apart, the lower ones and the others: products are
-# recorded anew for each. At 2² there are 47 of them, 59 at 2⁶ and 75 at 2¹².
+# recorded anew for each. For a square matrix there are 47 of them at 2², 53 at 2⁶, 61 at 2¹² and 123 at 2⁵⁴.
 _FINE, _COARSE = 2, 6
 # times in a row that a lower power would have done before it is taken
 _PATIENCE = 16
@@ -53,12 +56,14 @@ def thresholding(x: Tensor, kappa: Tensor, fused: bool = False, near: Tensor | N
         from espalier.kernels.singular_values import soft_threshold
 
         y, bounds = soft_threshold(x.contiguous(), kappa.contiguous())
-        if all(bound < GRAM_BELOW for bound in (yield bounds)):
+        if all(bound < PRODUCTS_BELOW for bound in (yield bounds)):
             return y
     elif x.is_cuda and x.dtype == torch.float32 and x.numel():
         found = yield from _by_products(x, kappa)
         if found is not None:
             return found
+    if x.is_cuda:
+        return by_svd(x, kappa)
     if near is not None and x.numel() and subspace.takes(x):
         found = _by_subspace(x, kappa, near)
         if found is not None:
@@ -104,9 +109,9 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     ratio = float((squares[:, -1:] / kappa.square()).amax())
     if not ratio <= _EIGENVALUES_BELOW:
         return None
-    # so small a κ takes away little more than the rounding of products in float32 adds; on a GPU they may be in TF32,
-    # under autocast in bfloat16
-    precise = ratio > GRAM_BELOW or x.is_cuda or torch.is_autocast_enabled(x.device.type)
+    # so small a κ takes away little more than the rounding of products in float32 adds; under autocast they may be in
+    # bfloat16
+    precise = ratio > 1e10 or torch.is_autocast_enabled(x.device.type)
     factor = wide if precise else x
     s = squares.clamp_(min=0).sqrt_()
     left = (s - kappa).clamp_(min=0)
@@ -123,7 +128,7 @@ def _by_products(x: Tensor, kappa: Tensor) -> Reading[Tensor | None]:
         exponent = guess(x)
         y, bound = _recorded(x, kappa, exponent)(x, kappa)
         size = yield bound
-        if not size < GRAM_BELOW:
+        if not size < PRODUCTS_BELOW:
             return None
         if sufficed(x, exponent, size):
             return y
@@ -155,41 +160,44 @@ def worth_recording(x: Tensor) -> bool:
 
 
 def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
-    """X E (1 − κ G^(−½)), E the projector on the eigenvectors of G = XᵀX whose eigenvalues exceed κ², and a bound of
-    the norms of G/κ² − 1 that must not exceed 2^exponent.
+    """P E (H − κ), X = P H, E the projector on the eigenvectors of H whose eigenvalues exceed κ; and a bound of the
+    norms of XᵀX/κ² that must not exceed 2^exponent.
 
-    Both sign(G/κ² − 1) and the inverse root come from the iteration of Newton and Schulz, x ← ½ y (3 − y²), y = α x.
+    All is made of the iteration of Newton and Schulz, x ← ½ y (3 − y²), y = α x: it takes singular values to 1, and X
+    to P. On the way there what is above κ grows as fast as what is at κ, or stays above it: E is found half way, where
+    it takes no longer for a small κ than for a large one.
     """
     if x.shape[-2] < x.shape[-1]:
         y, bound = products(x.mT, kappa, exponent)
         return y.mT, bound
-    largest = 2.0**exponent
-    wide, kappa = x.double(), kappa.double()
-    one = torch.eye(x.shape[-1], dtype=wide.dtype, device=x.device)
-    ratio = (wide.mT @ wide) / kappa.square()
-    sign = ratio - one
-    square = torch.bmm(sign, sign)
-    bound = torch.bmm(square, square).square().sum((1, 2), keepdim=True).pow(1 / 8)  # at most n^⅛ too large
-    bound = torch.where(bound > 0, bound, 1.0)  # NaN stays in its matrix
-    sign, square = sign / bound, square / bound.square()
-    for i, alpha in enumerate(_scalings(max(2 * RESOLUTION / largest, 1e-12))):
-        square = torch.bmm(sign, sign) if i else square
-        sign = torch.baddbmm(sign, sign, square, beta=1.5 * alpha, alpha=-0.5 * alpha**3)
+    kappa, one = kappa.double(), torch.eye(x.shape[-1], dtype=torch.float64, device=x.device)
+    largest = 2.0 ** (exponent / 2)
+    wide = x.double() / (kappa * largest)  # κ is at 1/largest
+    square = torch.bmm(wide.mT, wide)
+    power = torch.bmm(square, square)
+    bound = torch.bmm(power, power).square().sum((1, 2)).pow(1 / 8).amax() * 2.0**exponent  # at most n^⅛ too large
+    p, low, beyond = wide, 1 / largest, (1 + RESOLUTION) / largest
+    while low < HALF_WAY:
+        alpha = _scaling(low, APART)
+        p = _towards_one(p, square, alpha)
+        square = torch.bmm(p.mT, p)
+        low, beyond = (0.5 * alpha * y * (3 - (alpha * y) ** 2) for y in (low, beyond))
+    edge = low**2
+    sign = (square - edge * one) / (1 - edge)
+    for alpha in _scalings((beyond**2 - edge) / (1 - edge)):
+        sign = _towards_one(sign, torch.bmm(sign, sign), alpha)
     above = (sign + one) / 2  # E
-    # B = E G/κ² + (1 − E), its eigenvalues between 1 and the bound
-    scale = bound + 1
-    root = (torch.bmm(above, ratio) + one - above) / scale
-    inverse = one
-    for i, alpha in enumerate(_scalings(1 / math.sqrt(largest + 1))):
-        t = torch.bmm(inverse, root) if i else root
-        step = 1.5 * alpha * one - (0.5 * alpha**3) * t
-        root = torch.bmm(root, step)
-        inverse = torch.bmm(step, inverse) if i else step
-    inverse = inverse / scale.sqrt()  # B^(−½)
+    for i, alpha in enumerate(_scalings(low)):
+        p = _towards_one(p, torch.bmm(p.mT, p) if i else square, alpha)
+    share = torch.bmm(above, torch.bmm(p.mT, wide) - one / largest) * (kappa * largest)
     rank = above.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, 1, 1)
-    share = above - torch.bmm(above, inverse)
     share = torch.where(rank < 0.5, 0.0, share)  # exactly zero
-    return torch.bmm(wide, share).to(x.dtype), bound.max()  # in float32 it might be done with the digits of TF32
+    return torch.bmm(p, share).to(x.dtype), bound  # in float32 it might be done with the digits of TF32
+
+
+def _towards_one(x: Tensor, square: Tensor, alpha: float) -> Tensor:
+    """½ y (3 − y²), y = α x."""
+    return torch.baddbmm(x, x, square, beta=1.5 * alpha, alpha=-0.5 * alpha**3)
 
 
 class _Recorded:
@@ -229,14 +237,18 @@ def _recorded(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tens
 
 
 def _scalings(low: float) -> list[float]:
-    """α of each step that takes [low, 1] to 1, within the rounding of float32, in the fewest.
-
-    ½ y (3 − y²) is 1 at most, at y = 1. α² = 3 / (1 + l + l²) lets it take the same value at both ends of α [l, 1],
-    about 2.6 l: were l near the rounding of float64, 1 would be lost.
-    """
+    """α of each step that takes [low, 1] to 1, in the fewest."""
     alphas = []
-    while 1 - low > 1e-6:
-        alpha = math.sqrt(3 / (1 + low + low * low))
+    while 1 - low > CLOSE:
+        alpha = _scaling(low)
         low = 0.5 * alpha * low * (3 - (alpha * low) ** 2)
         alphas.append(alpha)
     return alphas
+
+
+def _scaling(low: float, apart: float = 1.0) -> float:
+    """α for which ½ y (3 − y²), 1 at most, at y = 1, ends at α `apart` times as high as it begins at α low.
+
+    That is about 2.6 low: were low near the rounding of float64, 1 would be lost.
+    """
+    return math.sqrt(3 * (1 - apart * low) / (1 - apart * low**3))

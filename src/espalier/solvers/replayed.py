@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.penalties.singular_values import (
-    GRAM_BELOW,
+    PRODUCTS_BELOW,
     guess,
     products,
     sufficed,
@@ -84,22 +84,22 @@ class Replayed:
             self.begin()
             made = 0
             while True:
-                last = made == max_iters - 1
-                if last:
-                    self.scaled.v.copy_(self.best)
-                for _ in range(1 if last else max(1, min(self.expected, max_iters - 1) - made)):
+                for _ in range(max(1, min(self.expected, max_iters) - made)):
+                    if made == max_iters - 1:
+                        self.scaled.v.copy_(self.best)
                     status = self.iterations[exponent]()
                     made += 1
-                *taken, bound = yield status
-                enough = bound < GRAM_BELOW and sufficed(start, exponent, bound)
-                if not enough or all(taken) or last:
+                *numbers, bound = yield status
+                taken, lower = numbers[: len(start)], numbers[len(start) :]
+                enough = bound < PRODUCTS_BELOW and sufficed(start, exponent, bound)
+                if not enough or all(taken) or made == max_iters:
                     break
-            if not bound < GRAM_BELOW:
+            if not bound < PRODUCTS_BELOW:
                 return None
             if enough:
                 break
         if not all(taken):
-            yield from self._give_up()
+            yield from self._give_up(all(n or low for n, low in zip(taken, lower, strict=True)))
             taken = [made]
         self.expected = int(max(taken))
         return self.solution.clone(), self.expected
@@ -140,13 +140,15 @@ class Replayed:
         v.copy_(torch.where(mixes, mixed, torch.where(strays, self.best, v)))
         self.made.add_(1)
         self.slot.copy_(self.made % self.points.shape[1])
-        return torch.cat((self.taken.double(), self.bound))
+        return torch.cat((self.taken.double(), (gap >= 0).double(), self.bound))
 
-    def _give_up(self) -> Reading[None]:
-        """The last Z, or what is below the start, where nothing is solved."""
-        point, kappa = descent(self.posed.start, self.scaled.constant, self.scaled.stiffness, self.scaled.kappa)
-        lower = yield from thresholding(point, kappa)
-        z = torch.where((self.gap < 0).reshape(-1, 1, 1), lower, self.z)
+    def _give_up(self, lower: bool) -> Reading[None]:
+        """The last Z, or unless it is `lower`, what is below the start, where nothing is solved."""
+        z = self.z
+        if not lower:
+            point, kappa = descent(self.posed.start, self.scaled.constant, self.scaled.stiffness, self.scaled.kappa)
+            below = yield from thresholding(point, kappa)
+            z = torch.where((self.gap < 0).reshape(-1, 1, 1), below, z)
         self.solution.copy_(torch.where((self.taken > 0).reshape(-1, 1, 1), self.solution, z))
 
 
