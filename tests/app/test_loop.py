@@ -46,6 +46,16 @@ class StopAt(Silent):
             signal.raise_signal(self.number)
 
 
+class Denormal(Silent):
+    """Asks at each step what the CPU takes a denormal number for."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def step(self, step: int, loss: Tensor) -> None:
+        self.seen.append(float(torch.tensor(1e-40) * 1))
+
+
 def outcome(run: Run) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """What must not depend on how often a run was cut off: the model and all looks, but for times."""
     looks = [{k: v for k, v in look.items() if k not in ("seconds", "step_ms")} for look in run.looks()]
@@ -230,6 +240,14 @@ def test_the_loss_of_speech_has_the_prenets_dropout(tmp_path: Path) -> None:
     assert all(m.training for m in model.modules())
     plain = model.eval()(*next(iter(data.test.batches(len(data.test)))))[0]  # what is delivered has none
     assert plain.equal(model(*next(iter(data.test.batches(len(data.test)))))[0])
+
+
+def test_weights_that_fade_end_at_zero_and_whoever_trains_keeps_denormals(tmp_path: Path) -> None:
+    watch = Denormal()
+    run = train(small.job("mnist-logreg", tmp_path), watch)
+    assert run.finished
+    assert watch.seen == [0.0] * 20
+    assert torch.tensor(1e-40) * 1 > 0
 
 
 def test_memory_ends_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

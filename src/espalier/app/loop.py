@@ -20,7 +20,7 @@ from espalier.app.deliver import deliver
 from espalier.app.errors import Problem, Stopped
 from espalier.app.graph import Replay
 from espalier.app.look import Looker
-from espalier.app.machine import Signals, clock, make_accelerator
+from espalier.app.machine import Signals, clock, denormals_as_zeros, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule
 from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
@@ -40,7 +40,8 @@ def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
     if run.finished:
         progress.say(f"{job.out} is finished already.")
         return run
-    return Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
+    with denormals_as_zeros():
+        return Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
 
 
 class Training:

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
@@ -62,6 +64,18 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def denormals_as_zeros() -> Iterator[None]:
+    """Within, a CPU takes numbers below 1e-38 for 0. (1 − c) w of a weight that fades would end among these and never
+    get there, and an Intel core takes 3.5 times as long over them (RMDA's step on mnist-logreg)."""
+    before = not bool(torch.tensor(1e-40) * 1)  # torch does not tell
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 class Signals:
