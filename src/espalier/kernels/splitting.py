@@ -30,7 +30,7 @@ def solve(
     linear: Tensor, metric: Tensor, start: Tensor, kappa: Tensor, tolerance: Tensor, max_iters: int, memory: int
 ) -> tuple[Tensor, Tensor]:
     """The splitting of `solvers/douglas_rachford.py`: the solutions, and the iterations that each took, 0 where
-    products of the Gram matrix are not precise enough.
+    products are not precise enough.
 
     Matrices are (L, m, n) without gaps, κ and the tolerance (L).
     """

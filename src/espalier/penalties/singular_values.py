@@ -36,7 +36,7 @@ _RECORD_BELOW = 2**30
 # recordings that are kept, for each thread; more matrices have their products made one by one
 _RECORDS = 128
 # (σ/κ)² is bounded by powers of 2 whose exponents are so far apart, the lower ones and the others: products are
-# recorded anew for each. For a square matrix there are 47 of them at 2², 53 at 2⁶, 61 at 2¹² and 123 at 2⁵⁴.
+# recorded anew for each. There are 45 of them at 2², 53 at 2⁶, 57 at 2¹² and 87 at 2⁵⁴.
 _FINE, _COARSE = 2, 6
 # times in a row that a lower power would have done before it is taken
 _PATIENCE = 16
