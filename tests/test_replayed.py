@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import espalier
 from espalier import DouglasRachford, NuclearNorm, Subproblem, Tolerance
 from espalier.penalties import singular_values
+from espalier.penalties.singular_values import thresholding
 from espalier.reading import finish
 from espalier.solvers import Solution, replayed
 from test_nuclear import ask, least_subgradient, penalty_for, values
@@ -107,25 +108,44 @@ def test_the_same_solutions_in_the_same_memory(shape: tuple[int, ...]) -> None:
     assert made[1] <= 1  # a lower power, once it has been enough for a while
 
 
+def reads(problem: Subproblem, penalty: NuclearNorm, solver: DouglasRachford) -> tuple[int, int]:
+    """How often the host asks, and how many iterations it takes."""
+    work, count = solver.solving(problem, penalty, problem.anchor), 0
+    wanted: Any = next(work)
+    try:
+        while True:
+            count += 1
+            wanted = work.send(wanted.tolist())
+    except StopIteration as end:
+        return count, int(end.value.iterations)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_problem_that_ends_at_the_limit_costs_its_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a step of proximal gradient only where it is not sure to have come down."""
+    problem = pose((2, 20, 14), 40, 1.5, torch.float32)
+    penalty, solver = penalty_for(problem, 0.3), DouglasRachford(Tolerance(1e-9), max_iters=6)
+    steps = []
+    monkeypatch.setattr(replayed, "thresholding", lambda *args: steps.append(args) or thresholding(*args))
+    solve(problem, penalty, solver)
+    Counted.replays = 0
+    assert reads(problem, penalty, solver) == (1, 6)
+    assert Counted.replays == 1 + 6
+    assert not steps
+    far = replace(problem, direction=30 * problem.direction, metric=problem.metric.pow(6))
+    solve(far, penalty, replace(solver, max_iters=1))
+    assert len(steps) == 1
+
+
 @pytest.mark.usefixtures("recorded")
 def test_the_host_asks_once_where_the_last_problem_took_as_long() -> None:
     problem = pose((2, 20, 14), 40, 1.5, torch.float32)
     penalty, solver = penalty_for(problem, 0.3), DouglasRachford(Tolerance(1e-3))
 
-    def reads() -> tuple[int, int]:
-        work, count = solver.solving(problem, penalty, problem.anchor), 0
-        wanted: Any = next(work)
-        try:
-            while True:
-                count += 1
-                wanted = work.send(wanted.tolist())
-        except StopIteration as end:
-            return count, end.value.iterations
-
-    first, iterations = reads()
+    first, iterations = reads(problem, penalty, solver)
     assert first >= iterations > 4
     Counted.replays = 0
-    assert reads() == (1, iterations)
+    assert reads(problem, penalty, solver) == (1, iterations)
     assert Counted.replays == 1 + iterations
     # an easier one is frozen where it is solved, though replays go on
     easier = replace(solver, tolerance=Tolerance(0.3))
