@@ -107,6 +107,37 @@ def test_a_method_is_left_where_it_loses_digits() -> None:
         assert method(x, torch.full((1, 1, 1), 1.2 * kappa)) is not None
 
 
+def of_singular_values(sizes: list[float], rows: int) -> Tensor:
+    """A matrix (1, rows, columns) in float64."""
+    u, _ = torch.linalg.qr(torch.randn(rows, len(sizes), generator=source(5), dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(len(sizes), len(sizes), generator=source(6), dtype=torch.float64))
+    return ((u * torch.tensor(sizes, dtype=torch.float64)) @ v.mT).unsqueeze(0)
+
+
+def just_above(excess: float) -> Tensor:
+    """One singular value above 1, and fifteen below it: what is left of these would count beside so small a one."""
+    return of_singular_values([1 + excess, *torch.linspace(0.05, 0.99, 15).tolist()], 20).float()
+
+
+@pytest.mark.parametrize("exponent", [2, 6, 24])
+@pytest.mark.parametrize("excess", [2e-5, 1e-4])
+def test_nothing_is_left_of_what_lies_below(exponent: int, excess: float) -> None:
+    y, _ = singular_values.products(just_above(excess), torch.ones(1, 1, 1), exponent)
+    assert NuclearNorm(1.0).structure(y, whole((1, 20, 16))).rank == 1
+
+
+@pytest.mark.parametrize("exponent", [2, 6, 12, 24])
+def test_the_largest_fold_down_and_stay_above_the_threshold(exponent: int) -> None:
+    """Singular values at the bound, and just above and below κ."""
+    most = 2.0 ** (exponent / 2)
+    x = of_singular_values([most, 0.999 * most, 0.9 * most, 1.0001, 0.9999, 0.9, 1e-3], 12)
+    kappa = torch.ones(1, 1, 1, dtype=torch.float64)
+    y, bound = singular_values.products(x, kappa, exponent)
+    assert (y - thresholded(x, kappa)[0]).abs().max() <= 1e-8 * most
+    assert (torch.linalg.svdvals(y) > 1e-5).sum() == 4
+    assert (1 - 1e-9) * most**2 <= bound <= 7**0.125 * most**2
+
+
 @every_shape
 @pytest.mark.parametrize("matrix", [gaussian, decaying, low_rank])
 @pytest.mark.parametrize("share", [4e-7, 3e-6])
@@ -508,7 +539,7 @@ def digits(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("digits")
 @every_shape
-@pytest.mark.parametrize("share", [1e-8, 1e-6, 1.2e-5, 1e-3, 0.5, 1.1])  # svd, eigenvalues twice, products
+@pytest.mark.parametrize("share", [1e-8, 1e-6, 1.2e-5, 1e-3, 0.5, 1.1])  # svd, products
 def test_threshold_on_a_gpu(shape: tuple[int, ...], share: float) -> None:
     for scale in (1.0, 1e-6, 1e8, 1.0):  # what is recorded serves other numbers
         x = (scale * gaussian(shape)).cuda()

@@ -14,7 +14,7 @@ from espalier import DouglasRachford, NuclearNorm, Subproblem, Tolerance
 from espalier.penalties import singular_values
 from espalier.penalties.singular_values import thresholding
 from espalier.reading import finish
-from test_nuclear import ask, gaussian, least_subgradient, penalty_for, pose, thresholded, values, whole
+from test_nuclear import ask, gaussian, just_above, least_subgradient, penalty_for, pose, thresholded, values, whole
 
 pytest.importorskip("triton")
 
@@ -134,11 +134,19 @@ def test_soft_threshold(shape: tuple[int, ...], share: float) -> None:
     y, bounds = soft_threshold(x.to(DEVICE), kappa.to(DEVICE))
     exact, singular = thresholded(x, kappa)
     assert (torch.linalg.matrix_norm(y.cpu() - exact) <= 1e-7 * torch.linalg.matrix_norm(x)).all()
-    assert (bounds.cpu() >= (1 - 1e-6) * (torch.linalg.svdvals(x)[:, 0] / kappa.flatten()).square() - 1).all()
+    squares = (torch.linalg.svdvals(x)[:, 0] / kappa.flatten()).square()
+    assert ((1 - 1e-6) * squares <= bounds.cpu()).all()
+    assert (bounds.cpu() <= (1 + 1e-6) * (min(shape[1:]) ** 0.125 * squares).clamp(min=4)).all()
     rank = NuclearNorm(1.0).structure(y.cpu(), whole(shape)).rank
     assert rank is not None
     assert torch.equal(rank, (singular > max(shape[1:]) * 1.2e-7 * singular[:, :1]).sum(-1))
     assert share < 1 or not y.any()
+
+
+@pytest.mark.parametrize("excess", [2e-5, 1e-4])
+def test_nothing_is_left_of_what_lies_below(excess: float) -> None:
+    y, _ = soft_threshold(just_above(excess).to(DEVICE), torch.ones(1, 1, 1, device=DEVICE))
+    assert NuclearNorm(1.0).structure(y.cpu(), whole((1, 20, 16))).rank == 1
 
 
 @pytest.mark.parametrize("what", ["far below", "no threshold", "infinite"])

@@ -70,7 +70,8 @@ def clock(device: torch.device) -> float:
 def denormals_as_zeros() -> Iterator[None]:
     """Within, a CPU takes numbers below 1e-38 for 0. (1 − c) w of a weight that fades would end among these and never
     get there, and an Intel core takes 3.5 times as long over them (RMDA's step on mnist-logreg)."""
-    before = not bool(torch.tensor(1e-40) * 1)  # torch does not tell
+    before = not bool(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1)  # torch does not tell
+    torch.ones(1 << 20, device="cpu").mul(2)  # threads that begin within would keep it to themselves
     torch.set_flush_denormal(True)
     try:
         yield

@@ -12,6 +12,7 @@ from espalier.penalties import singular_values
 # what the torch code has, too
 RESOLUTION = tl.constexpr(singular_values.RESOLUTION)
 CLOSE = tl.constexpr(singular_values.CLOSE)
+SURE = tl.constexpr(singular_values.SURE)
 HALF_WAY = tl.constexpr(singular_values.HALF_WAY)
 APART = tl.constexpr(singular_values.APART)
 PRODUCTS_BELOW = tl.constexpr(singular_values.PRODUCTS_BELOW)
@@ -58,7 +59,7 @@ def towards_one(x, square, alpha, cube):
 
 @triton.jit
 def threshold(y, kappa, eye):
-    """U max(Σ − κ, 0) Vᵀ of y as `penalties/singular_values.py` has it, and a bound of the norm of yᵀy/κ²."""
+    """U max(Σ − κ, 0) Vᵀ of y as `penalties/singular_values.py` has it; a bound of the norm of yᵀy/κ², at least 4."""
     wide = y.to(tl.float64) / kappa
     square = tl.dot(tl.trans(wide), wide, out_dtype=tl.float64)
     power = tl.dot(square, square, out_dtype=tl.float64)
@@ -78,7 +79,7 @@ def threshold(y, kappa, eye):
     edge = low * low
     sign = (square - edge * eye) / (1 - edge)
     short = (beyond * beyond - edge) / (1 - edge)
-    while 1 - short > CLOSE:
+    while 1 - short > SURE:
         alpha, cube = growth(short, 1.0)
         sign = towards_one(sign, tl.dot(sign, sign, out_dtype=tl.float64), alpha, cube)
         short = grown(short, alpha, cube)

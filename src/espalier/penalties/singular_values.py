@@ -2,7 +2,7 @@
 
 In float32, on a GPU, it is made of matrix products in float64 alone: where these take 0.7 ms (512×512, H200), the
 eigenvalues of the Gram matrix XᵀX take 4.7 ms, one matrix of a batch after another, and torch.linalg.svd 18. They serve
-where κ is above 3e-8 σ_max, half the rounding of X. On a CPU it is the eigenvalues, down to 3e-7 σ_max, where what
+where κ is above 5e-8 σ_max, the rounding of X. On a CPU it is the eigenvalues, down to 3e-7 σ_max, where what
 squaring loses, 2e-9 σ_max near κ, is still far below that rounding; or, for low rank, an iteration that goes on from
 the last solution (`subspace`). Else, and in float64, it is a singular value decomposition in float64.
 """
@@ -22,10 +22,11 @@ from espalier.penalties import subspace
 from espalier.reading import Reading, finish
 from espalier.recording import Recording
 
-# A singular value so near κ, relative to κ, may count as above or below it.
+# A singular value so near κ, relative to κ, may count as above or below it, or in part.
 RESOLUTION = 1e-5
-# What an iteration that leads to 1 may end short of it; the rounding of float32 is 6e-8.
-CLOSE = 1e-8
+# What an iteration that leads to 1 may end short of it, the rounding of float32 being 6e-8; and one that tells singular
+# values from κ, as nothing may be left of those below it where all are near.
+CLOSE, SURE = 1e-8, 1e-12
 # Where singular values are told from κ, and how many times as far those must stay that it folds down.
 HALF_WAY, APART = 0.25, 2.0
 # (σ_max / κ)² up to which products are precise enough, and the eigenvalues of the Gram matrix
@@ -36,7 +37,7 @@ _RECORD_BELOW = 2**30
 # recordings that are kept, for each thread; more matrices have their products made one by one
 _RECORDS = 128
 # (σ/κ)² is bounded by powers of 2 whose exponents are so far apart, the lower ones and the others: products are
-# recorded anew for each. There are 45 of them at 2², 53 at 2⁶, 57 at 2¹² and 87 at 2⁵⁴.
+# recorded anew for each. There are 47 of them at 2², 53 at 2⁶, 57 at 2¹² and 89 at 2⁵⁴.
 _FINE, _COARSE = 2, 6
 # times in a row that a lower power would have done before it is taken
 _PATIENCE = 16
@@ -184,7 +185,7 @@ def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
         low, beyond = (0.5 * alpha * y * (3 - (alpha * y) ** 2) for y in (low, beyond))
     edge = low**2
     sign = (square - edge * one) / (1 - edge)
-    for alpha in _scalings((beyond**2 - edge) / (1 - edge)):
+    for alpha in _scalings((beyond**2 - edge) / (1 - edge), SURE):
         sign = _towards_one(sign, torch.bmm(sign, sign), alpha)
     above = (sign + one) / 2  # E
     for i, alpha in enumerate(_scalings(low)):
@@ -236,10 +237,10 @@ def _recorded(x: Tensor, kappa: Tensor, exponent: int) -> Callable[[Tensor, Tens
     return partial(products, exponent=exponent)
 
 
-def _scalings(low: float) -> list[float]:
+def _scalings(low: float, close: float = CLOSE) -> list[float]:
     """α of each step that takes [low, 1] to 1, in the fewest."""
     alphas = []
-    while 1 - low > CLOSE:
+    while 1 - low > close:
         alpha = _scaling(low)
         low = 0.5 * alpha * low * (3 - (alpha * low) ** 2)
         alphas.append(alpha)

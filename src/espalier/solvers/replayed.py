@@ -140,7 +140,7 @@ class Replayed:
         v.copy_(torch.where(mixes, mixed, torch.where(strays, self.best, v)))
         self.made.add_(1)
         self.slot.copy_(self.made % self.points.shape[1])
-        return torch.cat((self.taken.double(), (gap >= 0).double(), self.bound))
+        return torch.cat((self.taken.double(), (~(gap < 0)).double(), self.bound))
 
     def _give_up(self, lower: bool) -> Reading[None]:
         """The last Z, or unless it is `lower`, what is below the start, where nothing is solved."""
