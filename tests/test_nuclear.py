@@ -114,23 +114,25 @@ def of_singular_values(sizes: list[float], rows: int) -> Tensor:
     return ((u * torch.tensor(sizes, dtype=torch.float64)) @ v.mT).unsqueeze(0)
 
 
-def just_above(excess: float) -> Tensor:
+def just_above(excess: float, rows: int = 20) -> Tensor:
     """One singular value above 1, and fifteen below it: what is left of these would count beside so small a one."""
-    return of_singular_values([1 + excess, *torch.linspace(0.05, 0.99, 15).tolist()], 20).float()
+    return of_singular_values([1 + excess, *torch.linspace(0.05, 0.99, 15).tolist()], rows).float()
 
 
+@pytest.mark.parametrize("rows", [20, 60])
 @pytest.mark.parametrize("exponent", [2, 6, 24])
 @pytest.mark.parametrize("excess", [2e-5, 1e-4])
-def test_nothing_is_left_of_what_lies_below(exponent: int, excess: float) -> None:
-    y, _ = singular_values.products(just_above(excess), torch.ones(1, 1, 1), exponent)
-    assert NuclearNorm(1.0).structure(y, whole((1, 20, 16))).rank == 1
+def test_nothing_is_left_of_what_lies_below(exponent: int, excess: float, rows: int) -> None:
+    y, _ = singular_values.products(just_above(excess, rows), torch.ones(1, 1, 1), exponent)
+    assert NuclearNorm(1.0).structure(y, whole((1, rows, 16))).rank == 1
 
 
+@pytest.mark.parametrize("rows", [12, 40])
 @pytest.mark.parametrize("exponent", [2, 6, 12, 24])
-def test_the_largest_fold_down_and_stay_above_the_threshold(exponent: int) -> None:
+def test_the_largest_fold_down_and_stay_above_the_threshold(exponent: int, rows: int) -> None:
     """Singular values at the bound, and just above and below κ."""
     most = 2.0 ** (exponent / 2)
-    x = of_singular_values([most, 0.999 * most, 0.9 * most, 1.0001, 0.9999, 0.9, 1e-3], 12)
+    x = of_singular_values([most, 0.999 * most, 0.9 * most, 1.0001, 0.9999, 0.9, 1e-3], rows)
     kappa = torch.ones(1, 1, 1, dtype=torch.float64)
     y, bound = singular_values.products(x, kappa, exponent)
     assert (y - thresholded(x, kappa)[0]).abs().max() <= 1e-8 * most

@@ -32,12 +32,14 @@ HALF_WAY, APART = 0.25, 2.0
 # (σ_max / κ)² up to which products are precise enough, and the eigenvalues of the Gram matrix
 PRODUCTS_BELOW = 1e15
 _EIGENVALUES_BELOW = 1e13
+# rows a column from which products of the Gram matrix alone cost less, and the exponent of 2 up to which they serve
+_LONG, _GRAM_BELOW = 3, 30
 # n³ times matrices up to which launching the products takes longer than making them
 _RECORD_BELOW = 2**30
 # recordings that are kept, for each thread; more matrices have their products made one by one
 _RECORDS = 128
 # (σ/κ)² is bounded by powers of 2 whose exponents are so far apart, the lower ones and the others: products are
-# recorded anew for each. There are 47 of them at 2², 53 at 2⁶, 57 at 2¹² and 89 at 2⁵⁴.
+# recorded anew for each. There are 48 of them at 2², 54 at 2⁶, 58 at 2¹² and 90 at 2⁵⁴.
 _FINE, _COARSE = 2, 6
 # times in a row that a lower power would have done before it is taken
 _PATIENCE = 16
@@ -174,31 +176,47 @@ def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     kappa, one = kappa.double(), torch.eye(x.shape[-1], dtype=torch.float64, device=x.device)
     largest = 2.0 ** (exponent / 2)
     wide = x.double() / (kappa * largest)  # κ is at 1/largest
-    square = torch.bmm(wide.mT, wide)
+    gram = square = torch.bmm(wide.mT, wide)
     power = torch.bmm(square, square)
     bound = torch.bmm(power, power).square().sum((1, 2)).pow(1 / 8).amax() * 2.0**exponent  # at most n^⅛ too large
-    p, low, beyond = wide, 1 / largest, (1 + RESOLUTION) / largest
+    # a long X is left alone where its Gram matrix has digits enough: P = X F
+    long = x.shape[-2] >= _LONG * x.shape[-1] and exponent <= _GRAM_BELOW
+    p, step = (one.expand_as(gram), _with_square) if long else (wide, _with_product)
+    low, beyond = 1 / largest, (1 + RESOLUTION) / largest
     while low < HALF_WAY:
         alpha = _scaling(low, APART)
-        p = _towards_one(p, square, alpha)
-        square = torch.bmm(p.mT, p)
-        low, beyond = (0.5 * alpha * y * (3 - (alpha * y) ** 2) for y in (low, beyond))
+        p, square = step(p, square, alpha)
+        low, beyond = _grown(low, alpha), _grown(beyond, alpha)
     edge = low**2
     sign = (square - edge * one) / (1 - edge)
     for alpha in _scalings((beyond**2 - edge) / (1 - edge), SURE):
         sign = _towards_one(sign, torch.bmm(sign, sign), alpha)
     above = (sign + one) / 2  # E
-    for i, alpha in enumerate(_scalings(low)):
-        p = _towards_one(p, torch.bmm(p.mT, p) if i else square, alpha)
-    share = torch.bmm(above, torch.bmm(p.mT, wide) - one / largest) * (kappa * largest)
+    for alpha in _scalings(low):
+        p, square = step(p, square, alpha)
+    h = torch.bmm(p, gram) if long else torch.bmm(p.mT, wide)
+    share = torch.bmm(above, h - one / largest) * (kappa * largest)
     rank = above.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, 1, 1)
     share = torch.where(rank < 0.5, 0.0, share)  # exactly zero
-    return torch.bmm(p, share).to(x.dtype), bound  # in float32 it might be done with the digits of TF32
+    y = torch.bmm(wide, torch.bmm(p, share)) if long else torch.bmm(p, share)
+    return y.to(x.dtype), bound  # in float32 it might be done with the digits of TF32
 
 
 def _towards_one(x: Tensor, square: Tensor, alpha: float) -> Tensor:
     """½ y (3 − y²), y = α x."""
     return torch.baddbmm(x, x, square, beta=1.5 * alpha, alpha=-0.5 * alpha**3)
+
+
+def _with_product(x: Tensor, square: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """The next x, and xᵀx."""
+    x = _towards_one(x, square, alpha)
+    return x, torch.bmm(x.mT, x)
+
+
+def _with_square(factor: Tensor, square: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """The same for x = X F, in F: all are polynomials of one matrix."""
+    once = _towards_one(square, square, alpha)
+    return _towards_one(factor, square, alpha), _towards_one(once, square, alpha)
 
 
 class _Recorded:
@@ -241,10 +259,13 @@ def _scalings(low: float, close: float = CLOSE) -> list[float]:
     """α of each step that takes [low, 1] to 1, in the fewest."""
     alphas = []
     while 1 - low > close:
-        alpha = _scaling(low)
-        low = 0.5 * alpha * low * (3 - (alpha * low) ** 2)
-        alphas.append(alpha)
+        alphas.append(_scaling(low))
+        low = _grown(low, alphas[-1])
     return alphas
+
+
+def _grown(x: float, alpha: float) -> float:
+    return 0.5 * alpha * x * (3 - (alpha * x) ** 2)
 
 
 def _scaling(low: float, apart: float = 1.0) -> float:
