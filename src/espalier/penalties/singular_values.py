@@ -33,7 +33,7 @@ HALF_WAY, APART = 0.25, 2.0
 PRODUCTS_BELOW = 1e15
 _EIGENVALUES_BELOW = 1e13
 # rows a column from which products of the Gram matrix alone cost less, and the exponent of 2 up to which they serve
-_LONG, _GRAM_BELOW = 3, 30
+_LONG, _LONG_UP_TO = 3, 30
 # n³ times matrices up to which launching the products takes longer than making them
 _RECORD_BELOW = 2**30
 # recordings that are kept, for each thread; more matrices have their products made one by one
@@ -180,7 +180,7 @@ def products(x: Tensor, kappa: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     power = torch.bmm(square, square)
     bound = torch.bmm(power, power).square().sum((1, 2)).pow(1 / 8).amax() * 2.0**exponent  # at most n^⅛ too large
     # a long X is left alone where its Gram matrix has digits enough: P = X F
-    long = x.shape[-2] >= _LONG * x.shape[-1] and exponent <= _GRAM_BELOW
+    long = x.shape[-2] >= _LONG * x.shape[-1] and exponent <= _LONG_UP_TO
     p, step = (one.expand_as(gram), _with_square) if long else (wide, _with_product)
     low, beyond = 1 / largest, (1 + RESOLUTION) / largest
     while low < HALF_WAY:
