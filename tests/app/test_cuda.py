@@ -186,6 +186,21 @@ def test_what_can_be_replayed_is(tmp_path: Path) -> None:
     assert replays("ramda", "penalty=nuclear-norm")
 
 
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.gpu
+@needs_a_gpu
+@pytest.mark.parametrize("method", ["ramda", "proxsgd", "dense"])
+def test_masked_images_are_replayed_with_the_masks_of_steps(method: str, tmp_path: Path) -> None:
+    losses = []
+    for graphs in (True, False):
+        job = small.job("vit-mim-cifar10", tmp_path, method=method, changes=(f"cuda_graph={graphs}",), out=str(graphs))
+        job = replace(job, device="cuda")
+        training = Training(job, begin(job, resume=False), make_accelerator(job), Silent())
+        losses.append([float(training.step()) for _ in range(12)])
+        assert (training.replay is not None and training.replay.graph is not None) == graphs
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_a_cpu_steps_plainly(tmp_path: Path) -> None:
     job = small.job("vgg19-cifar10", tmp_path)
     training = Training(job, Run(tmp_path), make_accelerator(job), Silent())

@@ -27,7 +27,8 @@ from espalier.app import cookbook
 from espalier.app.data import open_data
 from espalier.app.deliver import open_delivered, shrink_run
 from espalier.app.errors import Problem, Stopped
-from espalier.app.loop import train
+from espalier.app.loop import Training, train
+from espalier.app.machine import make_accelerator
 from espalier.app.methods import make_optimizer
 from espalier.app.progress import Silent
 from espalier.app.report import write_report
@@ -232,13 +233,28 @@ def test_the_loss_of_speech_has_the_prenets_dropout(tmp_path: Path) -> None:
     assert plain.equal(model(*next(iter(data.test.batches(len(data.test)))))[0])
 
 
+def test_masks_are_drawn_before_the_loss_which_draws_nothing(tmp_path: Path) -> None:
+    """As a CUDA graph of it needs: what it drew on the host would be the same in every replay."""
+    job = small.job("vit-mim-cifar10", tmp_path, method="dense")
+    training = Training(job, Run(tmp_path), make_accelerator(job), Silent())
+    batches = [next(training.batches) for _ in range(2)]
+    assert not batches[0][1].equal(batches[1][1])
+    before = torch.get_rng_state()
+    losses = [float(training.task.loss(training.model, batch, [])[0].detach()) for batch in (*batches, batches[0])]
+    assert torch.get_rng_state().equal(before)
+    assert losses[0] == losses[2] != losses[1]
+    training.task.evaluate(training.model)
+    assert torch.get_rng_state().equal(before)
+
+
 def test_a_training_takes_denormals_for_zeros_and_leaves_them_to_others(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {os.path.dirname(small.__file__)!r})
 import small, torch
-from espalier.app.loop import train
+from espalier.app.loop import Training, train
+from espalier.app.machine import make_accelerator
 from espalier.app.progress import Silent
 torch.set_num_threads(2)
 def kept():

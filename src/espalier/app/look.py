@@ -61,7 +61,7 @@ def _forward(model: nn.Module, task: Task, seed: int) -> None:
     batches = task.data.train.batches(task.recipe.batch, order=Order(seed, 0), rank=task.rank, world=task.world)
     carry: list[Tensor] = []
     for _, batch in zip(range(task.recipe.recalibrate), batches, strict=False):
-        _, carry = task.loss(model, batch, carry)
+        _, carry = task.loss(model, task.drawn(batch), carry)
 
 
 @contextmanager

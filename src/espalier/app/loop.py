@@ -185,7 +185,7 @@ class Training:
             order = Order(self.job.seed, at.epoch)
             for batch in self.data.train.batches(self.part, order=order, first=at.batch, **self.shard):
                 at.batch += 1
-                yield batch
+                yield self.task.drawn(batch)
             at.epoch, at.batch, at.carry = at.epoch + 1, 0, []
 
     def _look(self) -> None:

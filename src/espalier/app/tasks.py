@@ -60,9 +60,13 @@ class Task(ABC):
         """The recipe's model, on the device."""
         return build(self.recipe, self.data.facts).to(self.device)
 
+    def drawn(self, batch: Batch) -> Batch:
+        """A batch of the data with what chance adds to it, on the host: a recorded loss can't draw there."""
+        return batch
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
-        """The loss of a batch, and what the next batch needs of it."""
+        """The loss of a batch as `drawn` gives it, and what the next batch needs of it."""
 
     def meters(self) -> dict[str, Metric]:
         """What evaluation gathers, by name."""
@@ -71,7 +75,7 @@ class Task(ABC):
 
     def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
         """Enter one batch into the meters."""
-        loss, carry = self.loss(model, batch, carry)
+        loss, carry = self.loss(model, self.drawn(batch), carry)
         self.enter(loss, batch, meters)
         return carry
 
@@ -121,7 +125,7 @@ class Task(ABC):
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast():
                 model.eval()
-                self.loss(model, batch, Carry())
+                self.loss(model, self.drawn(batch), Carry())
         except Problem:
             raise
         except Exception as error:
@@ -217,25 +221,28 @@ class Speech(Task):
 class MaskedImages(Task):
     """Hidden patches of images, to be painted in."""
 
+    alike = True
+
+    def drawn(self, batch: Batch) -> Batch:
+        return self._masked(batch[0], torch.default_generator)
+
     def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
-        return self._painting(model, batch[0], torch.default_generator), carry
+        images, mask = batch
+        return simmim_loss(model(images, mask), images, mask), carry
 
     def score(self, model: nn.Module, batch: Batch, carry: Carry, meters: dict[str, Metric]) -> Carry:
         # the same patches at every look, and none of training's random numbers
-        loss = self._painting(model, batch[0], torch.Generator().manual_seed(len(batch[0])))
+        images, mask = self._masked(batch[0], torch.Generator().manual_seed(len(batch[0])))
+        loss, carry = self.loss(model, (images, mask), carry)
         self.enter(loss, batch, meters)
         return carry
 
-    def _painting(self, model: nn.Module, images: Tensor, generator: torch.Generator) -> Tensor:
-        mask = self._mask(images, generator)
-        return simmim_loss(model(images, mask), images, mask)
-
-    def _mask(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def _masked(self, images: Tensor, generator: torch.Generator) -> Batch:
         patches = (images.shape[-1] // self.recipe.model.options.get("patch", PATCH)) ** 2
-        return random_mask(len(images), patches, self.recipe.mask_ratio, generator, images.device)
+        return images, random_mask(len(images), patches, self.recipe.mask_ratio, generator, images.device)
 
     def arguments(self, batch: Batch) -> Batch:
-        return batch[0], self._mask(batch[0], torch.Generator().manual_seed(0))
+        return self._masked(batch[0], torch.Generator().manual_seed(0))
 
 
 TASKS: dict[str, type[Task]] = {
