@@ -353,6 +353,49 @@ def test_low_rank_never_makes_it_bigger(kind: str, rank: int) -> None:
     assert not pays or (found.report.low_rank[0].rank == rank and found.report.low_rank[0].bound < 1e-3)
 
 
+class ReadsWeight(nn.Module):
+    """As code of transformers does: a layer's weight says in which type its input must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(30, 30) for _ in range(7))
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.copy_(torch.randn(30, 4) @ torch.randn(4, 30) / 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x.to(layer.weight.dtype) if i in (1, 4) else x).tanh()
+        return x
+
+
+def test_a_layer_that_cannot_become_two_leaves_the_others_theirs() -> None:
+    torch.manual_seed(0)
+    model, inputs = ReadsWeight(), (torch.randn(5, 30),)
+    found = espalier.shrink(model, inputs, **QUICK)
+    assert [row.name for row in found.report.low_rank] == [f"layers.{i}" for i in (0, 2, 3, 5, 6)]
+    assert [isinstance(layer, LowRank) for layer in found.model.layers] == [i not in (1, 4) for i in range(7)]
+    assert count(found.model) == 5 * (4 * 60 + 30) + 2 * (900 + 30)
+    assert error(model, found.model, inputs) < 1e-5
+    for i in (1, 4):
+        (why,) = [line for line in found.report.kept if line.startswith(f"layers.{i}:")]
+        assert "stays one layer, for otherwise" in why
+        assert "'LowRank' object has no attribute 'weight'" in why
+
+
+def test_selections_stay_where_no_layer_can_become_two() -> None:
+    torch.manual_seed(0)
+    model, inputs = ReadsWeight(), torch.randn(5, 30)
+    model.layers = model.layers[:2]
+    with torch.no_grad():
+        model.layers[0].weight.copy_(torch.randn(30, 30))
+        model.layers[0].weight[:, :20] = 0
+    found = espalier.shrink(model, inputs, **{**QUICK, "gather": "always"})
+    assert [row.name for row in found.report.gathers] == ["layers.0"]
+    assert not found.report.low_rank
+    assert error(model, found.model, (inputs,)) < 1e-5
+
+
 def test_zero_columns_are_not_low_rank() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.ReLU())

@@ -378,3 +378,26 @@ def test_parameters_beside_the_model_stay() -> None:
     found = espalier.shrink(model, torch.randn(2, 4), **QUICK)
     optimizer = found.optimizer(torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
     assert id(temperature) in _held(optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+def test_denormal_weights_are_zeros(kind: torch.dtype) -> None:
+    """What the penalty leaves of weights that nothing pulls at."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), unread(nn.Linear(8, 3), 2, 5)).to(kind)
+    tiny = torch.finfo(kind).tiny / 4
+    assert tiny > 0
+    with torch.no_grad():
+        model[2].weight[:, 7] = tiny
+    before = copy.deepcopy(model.state_dict())
+    small = espalier.shrink(model, torch.randn(4, 6, dtype=kind), **QUICK).model
+    assert small[0].out_features == 5
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_denormal_numbers_of_float16_are_weights() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), unread(nn.Linear(8, 3), 2, 5)).half()
+    with torch.no_grad():
+        model[2].weight[:, 7] = 3e-5
+    assert model[2].weight[0, 7] < torch.finfo(torch.float16).tiny
+    small = espalier.shrink(model, torch.randn(4, 6, dtype=torch.float16), **QUICK).model
+    assert small[0].out_features == 6

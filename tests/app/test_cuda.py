@@ -186,7 +186,6 @@ def test_what_can_be_replayed_is(tmp_path: Path) -> None:
     assert replays("ramda", "penalty=nuclear-norm")
 
 
-@pytest.mark.usefixtures("deterministic")
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize("method", ["ramda", "proxsgd", "dense"])

@@ -25,7 +25,7 @@ from torch import Tensor
 import espalier
 from espalier.app import cookbook
 from espalier.app.data import open_data
-from espalier.app.deliver import open_delivered, shrink_run
+from espalier.app.deliver import deliver, open_delivered, shrink_run
 from espalier.app.errors import Problem, Stopped
 from espalier.app.loop import Training, train
 from espalier.app.machine import make_accelerator
@@ -231,6 +231,19 @@ def test_the_loss_of_speech_has_the_prenets_dropout(tmp_path: Path) -> None:
     assert all(m.training for m in model.modules())
     plain = model.eval()(*next(iter(data.test.batches(len(data.test)))))[0]  # what is delivered has none
     assert plain.equal(model(*next(iter(data.test.batches(len(data.test)))))[0])
+
+
+def test_what_is_delivered_has_no_denormal_numbers(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path, method="proxgen")
+    training = Training(job, Run(tmp_path / "run"), make_accelerator(job), Silent())
+    name, p = next((name, p) for name, p in training.model.named_parameters() if p.dim() > 1)
+    p.data[0, 0] = 1e-40
+    assert p[0, 0].count_nonzero()
+    deliver(training.run, training.accelerator, training.looker)
+    delivered = safetensors.torch.load_file(training.run.model)[name]
+    assert not delivered[0, 0].any()
+    assert p[0, 0].count_nonzero()  # training's own are left alone
+    assert torch.equal(delivered[1:], p[1:])
 
 
 def test_masks_are_drawn_before_the_loss_which_draws_nothing(tmp_path: Path) -> None:

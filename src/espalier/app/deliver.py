@@ -19,6 +19,7 @@ from espalier.app.look import Looker, at_structured_point
 from espalier.app.recipe import Recipe
 from espalier.app.run import Run, read, replacing
 from espalier.app.tasks import Task, build, open_task
+from espalier.compact.denormals import without_denormals
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,8 @@ def _once(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's tensors, those with two names by the first."""
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
-        tensors.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), (name, tensor.contiguous()))
+        value = without_denormals(tensor).contiguous()
+        tensors.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), (name, value))
     return dict(tensors.values())
 
 

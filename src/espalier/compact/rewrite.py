@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.cells import CELLS, GatherCell
-from espalier.compact.layers import Gather, factor
+from espalier.compact.layers import Gather, LowRank, factor
 from espalier.compact.plan import Plan
 from espalier.compact.report import LowRankRow
 from espalier.compact.trace import Reader, Split, Trace, get
@@ -81,9 +83,19 @@ def fold(model: nn.Module, reader: Reader, dropped: Tensor, trace: Trace | None 
         trace.slots[f"{reader.module}.bias", 0] = reader.rows
 
 
-def factor_layers(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> list[LowRankRow]:
-    """Two layers for each of low rank."""
-    rows = []
+@dataclass(frozen=True)
+class Product:
+    """Two layers for one of low rank."""
+
+    name: str  # of the layer in the dense model
+    place: str  # where it is
+    layers: LowRank
+    bound: float
+
+
+def products(model: nn.Module, trace: Trace, rtol: float) -> list[Product]:
+    """Those that pay."""
+    found = []
     for name in dict.fromkeys(reader.module for reader in trace.readers if reader.module):
         place = f"{name}.layer" if isinstance(model.get_submodule(name), Gather) else name
         layer: Any = model.get_submodule(place)
@@ -92,10 +104,16 @@ def factor_layers(model: nn.Module, trace: Trace, kept: Kept, rtol: float) -> li
         # zero rows and columns lower the rank, too: a product would only do the work of a selection
         matrix = layer.weight.flatten(1) != 0
         if made[0].spec()["rank"] < min(matrix.any(0).sum(), matrix.any(1).sum()):
-            model.set_submodule(place, made[0])
-            kept.gone |= {f"{name}.weight", f"{name}.bias"}
-            rows.append(LowRankRow(name, made[0].spec()["rank"], made[1]))
-    return rows
+            found.append(Product(name, place, *made))
+    return found
+
+
+def put_products(model: nn.Module, chosen: Sequence[Product], kept: Kept) -> list[LowRankRow]:
+    """Into the model, where the layers were."""
+    for each in chosen:
+        model.set_submodule(each.place, copy.deepcopy(each.layers))
+        kept.gone |= {f"{each.name}.weight", f"{each.name}.bias"}
+    return [LowRankRow(each.name, each.layers.spec()["rank"], each.bound) for each in chosen]
 
 
 def hooked(module: nn.Module) -> bool:

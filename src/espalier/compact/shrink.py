@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from espalier.checks import check_number
+from espalier.compact.denormals import without_denormals
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
 from espalier.compact.gather import gather_cells, gather_inputs, input_shapes
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
 from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, measure
-from espalier.compact.rewrite import Kept, factor_layers, remove
+from espalier.compact.rewrite import Kept, products, put_products, remove
 from espalier.compact.trace import Trace, Tracer, tensors_in
 from espalier.compact.verify import Difference, ShrinkError, check, outputs
 
@@ -68,7 +68,7 @@ def shrink(
     """Remove what a model does not need, and check that it computes the same.
 
     model: it is left as it is, unless `inplace`. Its outputs are those of eval mode, and only these stay the same:
-        batch norm's statistics are constants there.
+        batch norm's statistics are constants there. Denormal numbers among weights (not float16's) count as zeros.
     example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments. The model is run on them, once, to
         see what becomes of each channel; where its code branches, what holds is the branch taken here.
     gather: where a layer does not read some channels that others read, let it select its inputs: "auto" where that was
@@ -94,6 +94,9 @@ def shrink(
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
     original = _copied(model).eval()  # a model may write into its buffers
+    with torch.no_grad():
+        for p in original.parameters():
+            p.copy_(without_denormals(p))
     given, shapes = "example inputs", {}
     try:
         outputs(original, inputs)
@@ -163,20 +166,43 @@ def _replaced(
     gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool, rank_tol: float,
 ) -> _Made:  # fmt: skip
     """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
-    tries = ((gather_cells, gather_inputs), (gather_inputs,), ()) if gather != "never" else ((),)
-    for selections, factors in itertools.product(tries, (low_rank, False)):
+    made = _Made(small, kept, difference, [], [])
+    for selections in ((gather_cells, gather_inputs), (gather_inputs,)) if gather != "never" else ():
         model, its = copy.deepcopy(small), copy.deepcopy(kept)
-        gathers = [row for f in selections for row in f(model, trace, found, its, gather, align, shapes)]
-        ranks = factor_layers(model, trace, its, rank_tol) if factors else []
-        if not gathers and not ranks:
-            return _Made(model, its, difference, gathers, ranks)
+        rows = [row for select in selections for row in select(model, trace, found, its, gather, align, shapes)]
+        if not rows:
+            break
         try:
-            difference = check(original, model, trials, slack=slack + 10 * rank_tol * len(ranks))
+            checked = check(original, model, trials, slack=slack)
         except Exception as error:
-            trace.kept.setdefault("", f"some layers stay as they are, for otherwise: {str(error).splitlines()[0]}")
+            trace.kept.setdefault("", f"some layers select nothing, for otherwise: {str(error).splitlines()[0]}")
         else:
-            return _Made(model, its, difference, gathers, ranks)
-    raise AssertionError("unreachable")
+            made = _Made(model, its, checked, rows, [])
+            break
+    return _factored(original, made, trace, trials, slack, rank_tol) if low_rank else made
+
+
+def _factored(
+    original: nn.Module, made: _Made, trace: Trace, trials: Sequence[Call], slack: float, rank_tol: float
+) -> _Made:
+    """With products for layers of low rank: all that the model bears, in halves until what it does not is alone."""
+    waiting = [products(made.small, trace, rank_tol)]
+    while waiting:
+        some = waiting.pop()
+        if not some:
+            continue
+        model, its = copy.deepcopy(made.small), copy.deepcopy(made.kept)
+        ranks = [*made.ranks, *put_products(model, some, its)]
+        try:
+            checked = check(original, model, trials, slack=slack + 10 * rank_tol * len(ranks))
+        except Exception as error:
+            if len(some) > 1:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+            else:
+                trace.kept.setdefault(some[0].name, f"stays one layer, for otherwise: {str(error).splitlines()[0]}")
+        else:
+            made = replace(made, small=model, kept=its, difference=checked, ranks=ranks)
+    return made
 
 
 def _copied(model: nn.Module) -> nn.Module:
