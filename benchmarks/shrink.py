@@ -1,4 +1,5 @@
-"""What shrinking gains: parameters, FLOPs and latency of VGG19, ResNet50 and Tacotron2 with structured zeros.
+"""What shrinking gains: parameters, FLOPs and latency of VGG19, ResNet50 and Tacotron2 with structured zeros, and of
+networks with the structure of a run.
 
     python benchmarks/shrink.py                                     # results/shrink-cpu.json, batches of 1 and 64
     python benchmarks/shrink.py --device cuda                       # results/shrink-cuda.json, batches of 1 and 256
@@ -6,9 +7,11 @@
 Input groups are set to zero at random until the paper's share of the weights is zero: 86 % for VGG19 on CIFAR-10, 82 %
 for ResNet50, 53 % for Tacotron2, which is given 40 symbols and 100 frames of each text. "even": each layer has that
 share; "late": it grows with depth as (1 + 3 depth)/4 of the last one's, so that the first layers, whose images are
-large, keep more; a run's structure.json (--like): each layer has as many zero groups as there. Latency is that of the
-dense model and of the shrunk one, run in turns in this process, in float32 and eval mode; on a GPU also replayed as
-CUDA graphs, without the host's time for each layer. shrink() itself compares the outputs, and raises where they differ.
+large, keep more; a run's structure.json (--like): each layer has as many zero groups as there, or the rank.
+
+Latency is that of the dense model and of the shrunk one, run in turns in this process, in float32 and eval mode; on a
+GPU also replayed as CUDA graphs, without the host's time for each layer. shrink() itself compares the outputs, and
+raises where they differ.
 """
 
 from __future__ import annotations
@@ -27,20 +30,24 @@ from torch import Tensor, nn
 
 import espalier
 from espalier.app.models.resnet import resnet50
+from espalier.app.models.simmim import vit_mim
 from espalier.app.models.tacotron2 import Tacotron2
 from espalier.app.models.vgg import VGG19
 from espalier.compact.report import measure
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
+# and the share of zeros in the paper, where it has one
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], float | None]] = {
     "vgg19": (VGG19, 0.86),
     "resnet50": (resnet50, 0.82),
     "tacotron2": (lambda: Tacotron2(symbols=40), 0.529),
+    "vit": (vit_mim, None),
 }
 
 
 def inputs(network: str, batch: int, device: str) -> tuple[Tensor, ...]:
     if network != "tacotron2":
-        return (torch.randn(batch, 3, 32, 32, device=device),)
+        images = torch.randn(batch, 3, 32, 32, device=device)
+        return (images, torch.rand(batch, 64, device=device) < 0.6) if network == "vit" else (images,)
     symbols, frames = 40, 100
     text, mel = torch.randint(40, (batch, symbols)), torch.randn(batch, 80, frames)
     given = (text, torch.full((batch,), symbols), mel, torch.full((batch,), frames))
@@ -67,17 +74,24 @@ def structured(network: str, profile: str | Path, device: str) -> tuple[nn.Modul
     build, share = NETWORKS[network]
     model = build().eval()
     if isinstance(profile, Path):
-        counts = {row["name"]: row["zero_groups"] for row in json.loads(profile.read_text())}
-        weights = [model.get_parameter(name) for name in counts]
-        numbers = list(counts.values())
+        rows = json.loads(profile.read_text())
+        weights = [model.get_parameter(row["name"]) for row in rows]
+        # a layer that is one matrix has a rank, and no zero columns
+        numbers = [row["zero_groups"] if row["rank"] is None else 0 for row in rows]
+        for w, row in zip(weights, rows, strict=True):
+            if row["rank"] is not None:
+                m, n = w.flatten(1).shape
+                lower = torch.randn(m, row["rank"]) @ torch.randn(row["rank"], n)
+                w.copy_((lower * (w.std() / max(1, row["rank"]) ** 0.5)).view_as(w))
     else:
+        assert share is not None
         weights = [p for name, p in model.named_parameters() if p.dim() > 1 and "embedding" not in name][1:]
         shares = zip(weights, rates(weights, share, profile), strict=True)
         numbers = [min(round(rate * w.shape[1]), w.shape[1] - 1) for w, rate in shares]
     zero = 0
-    for w, n in zip(weights, numbers, strict=True):
-        w[:, torch.randperm(w.shape[1])[:n]] = 0
-        zero += n * w[:, 0].numel()
+    for w, number in zip(weights, numbers, strict=True):
+        w[:, torch.randperm(w.shape[1])[:number]] = 0
+        zero += number * w[:, 0].numel()
     return model.to(device), zero / sum(w.numel() for w in weights)
 
 
@@ -114,7 +128,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", help="1 and 64, or 256 on a GPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row's latency")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    paper = [name for name, (_, share) in NETWORKS.items() if share is not None]
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=paper)
     parser.add_argument(
         "--gather", nargs="+", default=["never", "auto", "always"], help="but for VGG19, where no layer could"
     )
@@ -124,6 +139,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.like and len(args.networks) > 1:
         parser.error("--like is of one network: name it by --networks")
+    if not args.like and not set(args.networks) <= set(paper):
+        parser.error("the paper has no share of zeros for a vit: give a run's by --like")
     rows: list[dict[str, Any]] = []
     for network in args.networks:
         for profile in (args.like,) if args.like else ("even", "late"):
