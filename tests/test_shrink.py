@@ -383,6 +383,28 @@ def test_a_layer_that_cannot_become_two_leaves_the_others_theirs() -> None:
         assert "'LowRank' object has no attribute 'weight'" in why
 
 
+class Forked(ReadsWeight):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layers[0](x).tanh()
+        return self.layers[1](x.to(self.layers[1].weight.dtype)), self.layers[2](x)
+
+
+def test_a_layer_has_all_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, inputs = Forked(), torch.randn(5, 30)
+    with torch.no_grad():
+        model.layers[1].weight[:, :3] = 0
+    times: list[tuple[float, float]] = []
+    monkeypatch.setattr(gather, "_milliseconds", lambda *_: times.append((1.0, 1.0)) or times[-1])
+    found = espalier.shrink(model, inputs, latency=False)
+    (why,) = [line for line in found.report.kept if line.startswith("layers.1:")]
+    assert "selecting them was not faster" in why
+    assert "stays one layer" in why
+    assert len(times) == 1
+    espalier.shrink(found.model, inputs, latency=False)
+    assert len(times) == 1  # what was timed is remembered
+
+
 def test_selections_stay_where_no_layer_can_become_two() -> None:
     torch.manual_seed(0)
     model, inputs = ReadsWeight(), torch.randn(5, 30)

@@ -401,3 +401,15 @@ def test_denormal_numbers_of_float16_are_weights() -> None:
     assert model[2].weight[0, 7] < torch.finfo(torch.float16).tiny
     small = espalier.shrink(model, torch.randn(4, 6, dtype=torch.float16), **QUICK).model
     assert small[0].out_features == 6
+
+
+def test_denormal_weights_stay_where_they_show() -> None:
+    """Each row divided by its largest entry, as quantisers do."""
+    model = Net(lambda net, x: net.last(F.linear(x, net.w / net.w.abs().amax(1, keepdim=True))), last=nn.Linear(4, 3))
+    model.w = nn.Parameter(torch.randn(4, 6))
+    with torch.no_grad():
+        model.w[0] *= 1e-39
+    assert ((model.w != 0) & (model.w.abs() < 1e-38)).any()
+    x = torch.randn(5, 6)
+    small = espalier.shrink(model, x, **QUICK).model
+    torch.testing.assert_close(small(x), model(x))

@@ -96,7 +96,9 @@ def test_a_recipe_is_delivered_at_the_structured_point_and_shrinks(name: str, tm
     groups = espalier.regularize(found.model, penalty_of(strong))
     seen = espalier.structure(groups)
     assert 100 * getattr(seen, run.facts["structure"]) == pytest.approx(run.delivered["structure"])
-    shrunk = shrink_run(run.path)
+    told: list[str] = []
+    shrunk = shrink_run(run.path, tell=told.append)
+    assert [line.split()[0] for line in told] == ["Shrinking", "Evaluating", "Evaluating"]
     assert shrunk.report.small.parameters <= shrunk.report.dense.parameters
     table = json.loads((run.path / "shrunk.json").read_text())
     qualities = {row["name"]: row["quality"] for row in table["rows"]}

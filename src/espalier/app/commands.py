@@ -168,9 +168,11 @@ def shrink(
     from espalier.app.report import write_report
 
     root, hub = where_data_are(data)
-    with console.status("Shrinking and checking ..."):
+    with console.status("Shrinking ...") as status:
         where = find_device(device)
-        shrunk = shrink_run(run, data=root, hub=hub, gather=gather, align=align, batch=batch, device=where)
+        shrunk = shrink_run(
+            run, data=root, hub=hub, gather=gather, align=align, batch=batch, device=where, tell=status.update
+        )
     console.print(str(shrunk.report), soft_wrap=True)
     count = json.loads((run / "shrunk.json").read_text())["batch"]
     console.print(f"FLOPs and ms are of {count} examples at a time.", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from espalier.app.look import Looker, at_structured_point
 from espalier.app.recipe import Recipe
 from espalier.app.run import Run, read, replacing
 from espalier.app.tasks import Task, build, open_task
-from espalier.compact.denormals import without_denormals
+from espalier.compact.denormals import denormal
 
 CPU = torch.device("cpu")
 
@@ -44,8 +45,8 @@ def _once(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's tensors, those with two names by the first."""
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
-        value = without_denormals(tensor).contiguous()
-        tensors.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), (name, value))
+        value = tensor.masked_fill(tiny, 0) if (tiny := denormal(tensor)).any() else tensor
+        tensors.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), (name, value.contiguous()))
     return dict(tensors.values())
 
 
@@ -102,12 +103,15 @@ def shrink_run(
     align: int | None = None,
     batch: int | None = None,
     device: torch.device = CPU,
+    tell: Callable[[str], object] = lambda doing: None,
 ) -> espalier.Shrunk:
     """Shrink a run's model, save it beside, and write the table of dense, structured and shrunk.
 
     Where the data are at hand both models are evaluated on them; elsewhere the table has what training saw. All of it
     happens on the device, latency included. It is that of a batch of examples saved with the run, or of so many others.
+    `tell` hears what is being done.
     """
+    tell("Shrinking and checking ...")
     found = open_delivered(path, device)
     task = _task(found, data, hub)
     timed = found.examples
@@ -131,8 +135,10 @@ def shrink_run(
         ("structured", found.model, shrunk.report.dense),
         ("shrunk", shrunk.model.eval(), shrunk.report.small),
     ):
-        seen = last.get(metric) if name == "structured" else None
-        quality = task.evaluate(model)[metric] if task else seen
+        quality = last.get(metric) if name == "structured" else None
+        if task:
+            tell(f"Evaluating the {name} model on the test data ...")
+            quality = task.evaluate(model)[metric]
         structure = last.get("structure") if name == "structured" else None
         rows.append(_row(name, quality, structure, sizes.parameters, sizes.bytes, sizes.ms))
     difference = shrunk.report.difference and shrunk.report.difference.largest

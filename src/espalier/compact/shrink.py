@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from espalier.checks import check_number
-from espalier.compact.denormals import without_denormals
+from espalier.compact.denormals import denormal
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
-from espalier.compact.gather import gather_cells, gather_inputs, input_shapes
+from espalier.compact.gather import input_shapes
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
-from espalier.compact.report import GatherRow, LowRankRow, ShrinkReport, measure
-from espalier.compact.rewrite import Kept, products, put_products, remove
+from espalier.compact.replaced import replaced
+from espalier.compact.report import ShrinkReport, measure
+from espalier.compact.rewrite import Kept, remove
 from espalier.compact.trace import Trace, Tracer, tensors_in
 from espalier.compact.verify import Difference, ShrinkError, check, outputs
 
@@ -68,7 +69,8 @@ def shrink(
     """Remove what a model does not need, and check that it computes the same.
 
     model: it is left as it is, unless `inplace`. Its outputs are those of eval mode, and only these stay the same:
-        batch norm's statistics are constants there. Denormal numbers among weights (not float16's) count as zeros.
+        batch norm's statistics are constants there. Denormal numbers among weights (not float16's) count as zeros,
+        where that shows in no output.
     example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments. The model is run on them, once, to
         see what becomes of each channel; where its code branches, what holds is the branch taken here.
     gather: where a layer does not read some channels that others read, let it select its inputs: "auto" where that was
@@ -94,9 +96,6 @@ def shrink(
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
     original = _copied(model).eval()  # a model may write into its buffers
-    with torch.no_grad():
-        for p in original.parameters():
-            p.copy_(without_denormals(p))
     given, shapes = "example inputs", {}
     try:
         outputs(original, inputs)
@@ -107,9 +106,10 @@ def shrink(
         raise ShrinkError(f"the model itself fails on the {given}: {type(error).__name__}: {error}") from error
     _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
     trials = [inputs, *_random(original, inputs), *map(as_given, also)]
+    original = _without_denormals(original, trials)
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
     small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
-    made = _replaced(
+    made = replaced(
         original, small, trace, found, kept, difference, trials, slack, gather, shapes, align, low_rank, rank_tol
     )  # fmt: skip
     try:
@@ -149,62 +149,6 @@ def _removed(
     raise AssertionError("unreachable")
 
 
-@dataclass
-class _Made:
-    """A model with layers in place of others."""
-
-    small: nn.Module
-    kept: Kept
-    difference: Difference
-    gathers: list[GatherRow]
-    ranks: list[LowRankRow]
-
-
-def _replaced(
-    original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, difference: Difference,
-    trials: Sequence[Call], slack: float,
-    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool, rank_tol: float,
-) -> _Made:  # fmt: skip
-    """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
-    made = _Made(small, kept, difference, [], [])
-    for selections in ((gather_cells, gather_inputs), (gather_inputs,)) if gather != "never" else ():
-        model, its = copy.deepcopy(small), copy.deepcopy(kept)
-        rows = [row for select in selections for row in select(model, trace, found, its, gather, align, shapes)]
-        if not rows:
-            break
-        try:
-            checked = check(original, model, trials, slack=slack)
-        except Exception as error:
-            trace.kept.setdefault("", f"some layers select nothing, for otherwise: {str(error).splitlines()[0]}")
-        else:
-            made = _Made(model, its, checked, rows, [])
-            break
-    return _factored(original, made, trace, trials, slack, rank_tol) if low_rank else made
-
-
-def _factored(
-    original: nn.Module, made: _Made, trace: Trace, trials: Sequence[Call], slack: float, rank_tol: float
-) -> _Made:
-    """With products for layers of low rank: all that the model bears, in halves until what it does not is alone."""
-    waiting = [products(made.small, trace, rank_tol)]
-    while waiting:
-        some = waiting.pop()
-        if not some:
-            continue
-        model, its = copy.deepcopy(made.small), copy.deepcopy(made.kept)
-        ranks = [*made.ranks, *put_products(model, some, its)]
-        try:
-            checked = check(original, model, trials, slack=slack + 10 * rank_tol * len(ranks))
-        except Exception as error:
-            if len(some) > 1:
-                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
-            else:
-                trace.kept.setdefault(some[0].name, f"stays one layer, for otherwise: {str(error).splitlines()[0]}")
-        else:
-            made = replace(made, small=model, kept=its, difference=checked, ranks=ranks)
-    return made
-
-
 def _copied(model: nn.Module) -> nn.Module:
     small = copy.deepcopy(model)
     for module in small.modules():
@@ -217,6 +161,22 @@ def _coarsest(model: nn.Module) -> torch.dtype:
     """Of the types that its parameters have."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps)
+
+
+def _without_denormals(model: nn.Module, trials: Sequence[Call]) -> nn.Module:
+    """The model with zeros for denormal weights, where that shows in no output."""
+    tiny = {name: here for name, p in model.named_parameters() if (here := denormal(p)).any()}
+    if not tiny:
+        return model
+    flushed = _copied(model)
+    with torch.no_grad():
+        for name, here in tiny.items():
+            flushed.get_parameter(name).masked_fill_(here, 0)
+    try:
+        check(model, flushed, trials)
+    except Exception:  # weights that are divided by their own norm
+        return model
+    return flushed
 
 
 def _random(model: nn.Module, inputs: Call) -> list[Call]:

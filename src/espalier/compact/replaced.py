@@ -1,0 +1,77 @@
+"""A model with other layers in place of its own, where it bears them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from espalier.compact.examples import Call
+from espalier.compact.gather import gather_cells, gather_inputs
+from espalier.compact.plan import Plan
+from espalier.compact.report import GatherRow, LowRankRow
+from espalier.compact.rewrite import Kept, products, put_products
+from espalier.compact.trace import Trace
+from espalier.compact.verify import Difference, check
+
+
+@dataclass
+class Made:
+    """A model with layers in place of others."""
+
+    small: nn.Module
+    kept: Kept
+    difference: Difference
+    gathers: list[GatherRow]
+    ranks: list[LowRankRow]
+
+
+def replaced(
+    original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, difference: Difference,
+    trials: Sequence[Call], slack: float,
+    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool, rank_tol: float,
+) -> Made:  # fmt: skip
+    """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
+    made = Made(small, kept, difference, [], [])
+    for selections in ((gather_cells, gather_inputs), (gather_inputs,)) if gather != "never" else ():
+        model, its = copy.deepcopy(small), copy.deepcopy(kept)
+        rows = [row for select in selections for row in select(model, trace, found, its, gather, align, shapes)]
+        if not rows:
+            made = replace(made, small=model)  # which remembers what was timed
+            break
+        try:
+            checked = check(original, model, trials, slack=slack)
+        except Exception as error:
+            trace.kept.setdefault("", f"some layers select nothing, for otherwise: {str(error).splitlines()[0]}")
+        else:
+            made = Made(model, its, checked, rows, [])
+            break
+    return _factored(original, made, trace, trials, slack, rank_tol) if low_rank else made
+
+
+def _factored(
+    original: nn.Module, made: Made, trace: Trace, trials: Sequence[Call], slack: float, rank_tol: float
+) -> Made:
+    """With products for layers of low rank: all that the model bears, in halves until what it does not is alone."""
+    waiting = [products(made.small, trace, rank_tol)]
+    while waiting:
+        some = waiting.pop()
+        if not some:
+            continue
+        model, its = copy.deepcopy(made.small), copy.deepcopy(made.kept)
+        ranks = [*made.ranks, *put_products(model, some, its)]
+        try:
+            checked = check(original, model, trials, slack=slack + 10 * rank_tol * len(ranks))
+        except Exception as error:
+            if len(some) > 1:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+            else:
+                name, known = some[0].name, trace.kept.get(some[0].name)
+                why = f"stays one layer, for otherwise: {str(error).splitlines()[0]}"
+                trace.kept[name] = f"{known}; {why}" if known else why
+        else:
+            made = replace(made, small=model, kept=its, difference=checked, ranks=ranks)
+    return made
