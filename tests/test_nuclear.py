@@ -16,6 +16,7 @@ from espalier import DouglasRachford, NuclearNorm, Partition, ProximalGradient, 
 from espalier.penalties import singular_values
 from espalier.penalties.singular_values import threshold_singular_values
 from espalier.reading import finish
+from espalier.solvers import proximal_gradient
 from espalier.solvers.anderson import Anderson, _shortest
 from espalier.solvers.splitting import shares
 
@@ -497,12 +498,13 @@ def test_proximal_gradient_without_a_rule_steps_together_as_alone(share: float) 
     problem = replace(problem, tau=torch.tensor([1.3, 20.0, 0.0], dtype=torch.float64)[:, None, None])
     penalty, solver = penalty_for(problem, share), ProximalGradient(max_iters=5, rtol=None)
     assert solver.batches(penalty)
-    for ruled in (
+    for other in (
         ProximalGradient(max_iters=5),
+        ProximalGradient(rtol=1e-3, min_iters=1),
         replace(solver, tolerance=Tolerance(1e-3)),
         replace(solver, step="backtracking"),
     ):
-        assert not ruled.batches(penalty)
+        assert not other.batches(penalty)
     found = finish(solver.solving(problem, penalty, problem.anchor))
     assert found.iterations == 5
     assert not found.point[1].any()
@@ -510,6 +512,38 @@ def test_proximal_gradient_without_a_rule_steps_together_as_alone(share: float) 
         one = {k: getattr(problem, k)[i : i + 1] for k in ("anchor", "direction", "metric", "tau")}
         alone = solver.solve(replace(problem, **one), penalty, whole((1, 8, 5)), problem.anchor[i : i + 1])
         torch.testing.assert_close(found.point[i : i + 1], alone.point)
+
+
+@pytest.mark.parametrize("few", [0, 64], ids=["by the product", "by singular values"])
+@pytest.mark.parametrize("min_iters", [2, 4])
+@pytest.mark.parametrize(("rtol", "dtype"), [(1e-4, torch.float64), (1e-3, torch.float64), (1e-3, torch.float32)])
+def test_each_matrix_of_a_stack_stops_where_it_does_alone(
+    rtol: float, dtype: torch.dtype, min_iters: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proximal_gradient, "_FEW", few)
+    problem = pose((4, 20, 12), 5, dtype=dtype)
+    penalty = penalty_for(problem, 0.3)
+    # of the second next to nothing is asked, the third ends at 0, the last has no penalty
+    share = torch.tensor([1.0, 1e-3, 1.0, 1.0], dtype=dtype)[:, None, None]
+    tau = torch.tensor([1.3, 1.3, 30.0, 0.0], dtype=dtype)[:, None, None]
+    problem = replace(problem, anchor=problem.anchor * share, direction=problem.direction * share, tau=tau)
+    solver = ProximalGradient(max_iters=50, min_iters=min_iters, rtol=rtol)
+    assert solver.batches(penalty)
+    found = finish(solver.solving(problem, penalty, problem.anchor))
+    iterations = []
+    for i in range(4):
+        one = {k: getattr(problem, k)[i : i + 1] for k in ("anchor", "direction", "metric")}
+        single = replace(problem, **one, tau=tau[i].item())
+        alone = solver.solve(single, penalty, whole((1, 20, 12)), single.anchor)
+        torch.testing.assert_close(found.point[i : i + 1], alone.point)
+        iterations.append(int(alone.iterations))
+    # another number of iterations would be seen in the point
+    assert min_iters == iterations[1] < iterations[0] < iterations[3] == found.iterations < 50
+    one_less = replace(solver, max_iters=iterations[0] - 1)
+    cut = finish(one_less.solving(problem, penalty, problem.anchor))
+    assert cut.iterations == iterations[0] - 1
+    assert not torch.allclose(cut.point[0], found.point[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cut.point[1:3], found.point[1:3])
 
 
 @pytest.mark.parametrize("memory", [1, 2, 20])

@@ -105,10 +105,10 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
         turned = _by_eigenvalues(x.mT, kappa)
         return None if turned is None else turned.mT
     wide, kappa = x.double(), kappa.double().squeeze(-1)
-    gram = wide.mT @ wide
+    gram = subspace.gram_lower(wide)
     if not bool(gram.isfinite().all()):
         return None
-    squares, v = torch.linalg.eigh(gram)
+    squares, v = torch.linalg.eigh(gram)  # which reads what is below the diagonal
     ratio = float((squares[:, -1:] / kappa.square()).amax())
     if not ratio <= _EIGENVALUES_BELOW:
         return None
