@@ -126,7 +126,7 @@ class ProximalGradient(Solver):
         # as penalty.screen does: 0 where ‖b‖ ≤ κ, which the norm of a row or a column often rules out
         b, kappa = problem.linear, as_tensor(problem.tau * (penalty.lam * penalty.weight), start)
         sure = (1 + RESOLUTION) * kappa.reshape(-1, 1, 1)
-        if not (may_branch(start) and bool((_longest(b) > sure).all())):
+        if not (yield (_longest(b) > sure).all()):
             screened = yield from penalty.proximal(widest * b, widest * problem.tau, fused)
             z = torch.where((screened == 0).all((1, 2), keepdim=True), 0.0, start)
         before, done = (torch.zeros(len(z), dtype=kind, device=z.device) for kind in (torch.float64, torch.bool))
