@@ -186,14 +186,18 @@ def test_the_lower_triangle_of_a_gram_matrix(shape: tuple[int, int, int]) -> Non
         assert torch.equal(one, subspace.gram_lower(x)[0])
 
 
-@pytest.mark.parametrize(("a", "rho"), [(0.0, 0.0), (0.3, 0.5), (0.9, 0.1), (0.99, 0.1)])
-def test_the_room_for_c_is_all_there_is(a: float, rho: float) -> None:
-    """Of a rest [a, ρ; 0, c], whose norm is κ where c² is the room."""
-    room = 9 * subspace._room(1.0, a, rho**2)
-    assert room == pytest.approx(subspace._room(3.0, 3 * a, 9 * rho**2))
-    rest = torch.tensor([[3 * a, 3 * rho], [0.0, math.sqrt(room)]], dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("sigma", "rho"), [([0.0], [0.0]), ([0.3], [0.5]), ([0.9], [0.1]), ([0.1, 0.8, 0.99], [0.4, 0.2, 0.05])]
+)
+def test_the_room_for_c_is_all_there_is(sigma: list[float], rho: list[float]) -> None:
+    """Of a rest [Σ₂, ρ; 0, c], whose norm is κ where c² is the room."""
+    a, beside = torch.tensor(sigma, dtype=torch.float64), torch.tensor(rho, dtype=torch.float64)
+    room = 9 * subspace._room(1.0, sigma, beside.square().tolist())
+    assert room == pytest.approx(subspace._room(3.0, (3 * a).tolist(), (3 * beside).square().tolist()))
+    rest = torch.diag(torch.cat((3 * a, torch.tensor([math.sqrt(room)], dtype=torch.float64))))
+    rest[:-1, -1] = 3 * beside
     assert float(torch.linalg.matrix_norm(rest, 2)) == pytest.approx(3.0, rel=1e-12)
-    assert subspace._room(1.0, 1.0, rho) == 0
+    assert subspace._room(1.0, [0.5, 1.0], [0.1, 0.0]) == 0
 
 
 def test_defaults_and_autocast_change_nothing(counted: list[bool]) -> None:

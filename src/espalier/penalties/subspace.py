@@ -1,14 +1,14 @@
 """The soft-threshold of singular values where few exceed κ, on a CPU: subspace iteration, and proof.
 
 Let V (n × k) have orthonormal columns, B = X V = U Σ Zᵀ, and C = X − B Vᵀ = X (1 − V Vᵀ). Of the values in Σ let those
-in Σ₁ exceed κ, a be the largest of the others, and
+in Σ₁ exceed κ, σᵢ be the others, uᵢ their columns of U, and
 
-    e = ‖U₁ᵀ C‖_F,   ρ = ‖U₂ᵀ C‖_F.
+    e = ‖U₁ᵀ C‖_F,   ρᵢ = ‖uᵢᵀ C‖.
 
 X − U₁ U₁ᵀ C, which is e away from X, is U₁ Σ₁ (V Z₁)ᵀ and a rest that is orthogonal to it on both sides, of the form
 [Σ₂, U₂ᵀ C; 0, …]. So its soft-threshold is U₁ (Σ₁ − κ) (V Z₁)ᵀ exactly, if the rest has norm κ at most, as it has where
 
-    ‖C‖² ≤ κ² (1 − ρ² / (κ² − a²)).
+    ‖C‖² ≤ κ² (1 − Σ ρᵢ² / (κ² − σᵢ²)).
 
 Soft-thresholds bring no two matrices further apart, so that of X is within e; within 2 e where columns of V were closed
 before others, for these are orthogonal but for e. Both are asked for, whatever led to V: e of a few roundings of X, and
@@ -123,7 +123,8 @@ def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float, precise: bool) 
         u = (b @ z) / torch.where(s > 0, s, 1.0)
         c = torch.addmm(rest, b, v.mT, alpha=-1)  # C = X − B Vᵀ, V not yet turned, which adds roundings
         v = v @ z
-        coupling = torch.linalg.vector_norm(c.mT @ u, dim=0, dtype=torch.float64).square()  # of Cᵀ U
+        apart = c.mT @ u
+        coupling = torch.linalg.vector_norm(apart, dim=0, dtype=torch.float64).square()
         errors = [closed, *(closed + coupling.flip(0).cumsum(0)).tolist()]  # e² with the first of Σ₁
         met = errors[above] <= allowed**2
         closing = above if met else sum(e <= allowed**2 / 4 for e in errors[1 : above + 1])
@@ -133,10 +134,8 @@ def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float, precise: bool) 
         closed = errors[closing]
         u, v, s, sigma = u[:, still], v[:, still], s[still], sigma[still]
         if met:
-            room = _room(kappa, sigma[-1], float(coupling[still].sum()))
-            if _bounded(c, room) or _has_factor(c, u * s, v, kappa):
-                return left, right
-            return None
+            room = _room(kappa, sigma, coupling[still].tolist())
+            return (left, right) if _bounded(c, room) or _has_factor(c, u * s, v, kappa) else None
         # a power of XᵀX lessens e by (κ / σ)², σ the least value in V
         rate = 2 * math.log(kappa / sigma[0]) if sigma[0] > 0 else math.inf
         needed = math.log(4 * math.sqrt(errors[above]) / allowed) / rate if rate > 0 else math.inf
@@ -146,17 +145,18 @@ def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float, precise: bool) 
         powers = max(1, min(math.ceil(needed), int(_DIGITS / (2 * math.log10(max(sigma[-1] / kappa, 2.0))))))
         budget -= powers * len(sigma)
         rest = torch.addmm(c, u * s, v.mT) if closing else rest
-        quick, v = rest.float(), v.float()
-        for _ in range(powers):
+        quick, v = rest.float(), (v * s + apart[:, still]).float()  # Xᵀ U, of one power
+        for _ in range(powers - 1):
             v = quick.mT @ ((quick @ v) / kappa) / kappa
         v = v.to(x.dtype)
         v = _orthonormal((v - right @ (right.mT @ v)).flip(1))  # the largest first, which others have a part of
 
 
-def _room(kappa: float, a: float, squares: float) -> float:
-    """What ‖C‖² may be: κ² (1 − ρ² / (κ² − a²)), ρ² given."""
-    apart = kappa**2 - a**2
-    return kappa**2 * (1 - squares / apart) if apart > 0 else 0.0
+def _room(kappa: float, sigma: list[float], squares: list[float]) -> float:
+    """What ‖C‖² may be: κ² (1 − Σ ρᵢ² / (κ² − σᵢ²)), the squares ρᵢ² given, σ ascending."""
+    if sigma[-1] >= kappa:
+        return 0.0
+    return kappa**2 * (1 - sum(r / (kappa**2 - s**2) for r, s in zip(squares, sigma, strict=True)))
 
 
 def _bounded(c: Tensor, room: float) -> bool:
