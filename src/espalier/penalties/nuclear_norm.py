@@ -45,7 +45,7 @@ class NuclearNorm(Penalty):
         kappa = as_tensor(step * self.lam * self.weight, x).reshape(-1, 1, 1).expand(len(x), 1, 1)
         kept = kappa == 0  # x to the bit then
         y = yield from thresholding(x, torch.where(kept, 1.0, kappa), fused, near)
-        return torch.where(kept, x, y)
+        return y if x.device.type == "cpu" and not kept.any() else torch.where(kept, x, y)
 
     def structure(self, x: Tensor, groups: Partition) -> Structure:
         """Rank: singular values above max(m, n) · ε · σ_max, ε the rounding unit of the entries' type (float32 at

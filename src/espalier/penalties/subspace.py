@@ -123,7 +123,8 @@ def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float, precise: bool) 
         u = (b @ z) / torch.where(s > 0, s, 1.0)
         c = torch.addmm(rest, b, v.mT, alpha=-1)  # C = X − B Vᵀ, V not yet turned, which adds roundings
         v = v @ z
-        apart = c.mT @ u
+        small = c.float()  # of whose products these digits suffice
+        apart = small.mT @ u.float()
         coupling = torch.linalg.vector_norm(apart, dim=0, dtype=torch.float64).square()
         errors = [closed, *(closed + coupling.flip(0).cumsum(0)).tolist()]  # e² with the first of Σ₁
         met = errors[above] <= allowed**2
@@ -135,7 +136,7 @@ def _iterate(x: Tensor, kappa: float, u: Tensor, allowed: float, precise: bool) 
         u, v, s, sigma = u[:, still], v[:, still], s[still], sigma[still]
         if met:
             room = _room(kappa, sigma, coupling[still].tolist())
-            return (left, right) if _bounded(c, room) or _has_factor(c, u * s, v, kappa) else None
+            return (left, right) if _bounded(small, room) or _has_factor(small, u * s, v, kappa) else None
         # a power of XᵀX lessens e by (κ / σ)², σ the least value in V
         rate = 2 * math.log(kappa / sigma[0]) if sigma[0] > 0 else math.inf
         needed = math.log(4 * math.sqrt(errors[above]) / allowed) / rate if rate > 0 else math.inf
@@ -175,7 +176,7 @@ def _bounded(c: Tensor, room: float) -> bool:
 
 def _has_factor(c: Tensor, u: Tensor, v: Tensor, kappa: float) -> bool:
     """Whether ‖C + U Vᵀ‖ < κ: whether 1 − CᵀC / κ² of that has a Cholesky factor."""
-    c, u, v = (c / kappa).float(), (u / kappa).float(), v.float()
+    c, u, v = c / kappa, (u / kappa).float(), v.float()
     c = c.addmm_(u, v.mT)
     gap = gram_lower(c).neg_()
     gap.diagonal().add_(1 - _MARGIN)

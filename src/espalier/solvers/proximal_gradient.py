@@ -134,7 +134,8 @@ class ProximalGradient(Solver):
             x = z - theta * problem.gradient(z)
             new = yield from penalty.proximal(x, theta * problem.tau, fused, z)
             if self.rtol is not None:
-                new = torch.where(done.reshape(-1, 1, 1), z, new)
+                if j > self.min_iters:
+                    new = torch.where(done.reshape(-1, 1, 1), z, new)
                 if j < self.max_iters:
                     value = _value_after(problem, penalty, x, new, theta)
                     if j >= self.min_iters:
