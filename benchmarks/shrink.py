@@ -10,8 +10,8 @@ share; "late": it grows with depth as (1 + 3 depth)/4 of the last one's, so that
 large, keep more; a run's structure.json (--like): each layer has as many zero groups as there, or the rank.
 
 Latency is that of the dense model and of the shrunk one, run in turns in this process, in float32 and eval mode; on a
-GPU also replayed as CUDA graphs, without the host's time for each layer. shrink() itself compares the outputs, and
-raises where they differ.
+GPU convolutional networks also replayed as CUDA graphs, without the host's time for each layer. shrink() itself
+compares the outputs, and raises where they differ.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def main() -> None:
                             "dense ms": timed.dense.ms,
                             "shrunk ms": timed.small.ms,
                             "times faster": timed.dense.ms / timed.small.ms,
-                            # Tacotron2 asks for its lengths on the host
+                            # models of one input; Tacotron2 asks for its lengths on the host
                             **(graphs(model, found.model, x) if len(x) == 1 and args.device == "cuda" else {}),
                             "difference": found.report.difference.largest,
                         }

@@ -516,12 +516,13 @@ def test_proximal_gradient_without_a_rule_steps_together_as_alone(share: float) 
 
 @pytest.mark.parametrize("few", [0, 64], ids=["by the product", "by singular values"])
 @pytest.mark.parametrize("min_iters", [2, 4])
-@pytest.mark.parametrize(("rtol", "dtype"), [(1e-4, torch.float64), (1e-3, torch.float64), (1e-3, torch.float32)])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize(("rtol", "dtype"), [(2e-3, torch.float64), (1e-3, torch.float64), (1e-3, torch.float32)])
 def test_each_matrix_of_a_stack_stops_where_it_does_alone(
-    rtol: float, dtype: torch.dtype, min_iters: int, few: int, monkeypatch: pytest.MonkeyPatch
+    rtol: float, dtype: torch.dtype, scale: float, min_iters: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proximal_gradient, "_FEW", few)
-    problem = pose((4, 20, 12), 5, dtype=dtype)
+    problem = replace(pose((4, 20, 12), 5, dtype=dtype), scale=scale, pull=1.5)
     penalty = penalty_for(problem, 0.3)
     # of the second next to nothing is asked, the third ends at 0, the last has no penalty
     share = torch.tensor([1.0, 1e-3, 1.0, 1.0], dtype=dtype)[:, None, None]
@@ -544,6 +545,29 @@ def test_each_matrix_of_a_stack_stops_where_it_does_alone(
     assert cut.iterations == iterations[0] - 1
     assert not torch.allclose(cut.point[0], found.point[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(cut.point[1:3], found.point[1:3])
+
+
+@pytest.mark.parametrize("shape", [(3, 10, 16), (3, 100, 80)], ids=str)
+def test_a_rule_bears_a_matrix_that_is_not_finite(shape: tuple[int, ...]) -> None:
+    problem = pose(shape, 5, dtype=torch.float32)
+    problem.direction[1, 2, 3] = math.nan
+    solver = ProximalGradient(max_iters=5, rtol=1e-3)
+    found = finish(solver.solving(problem, NuclearNorm(1.0), problem.anchor)).point
+    assert found[1].isnan().any()
+    assert found[::2].isfinite().all()
+
+
+def test_a_prox_can_be_differentiated() -> None:
+    x, along = torch.randn(2, 1, 40, 24, generator=source(3), dtype=torch.float64).unbind()
+
+    def value(x: Tensor) -> Tensor:
+        return NuclearNorm(4.0).prox(x, 1.0, whole((1, 40, 24))).square().sum()
+
+    slope = float(value(x + 1e-5 * along) - value(x - 1e-5 * along)) / 2e-5
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        value(leaf).backward()
+        assert float((leaf.grad * along).sum()) == pytest.approx(slope, rel=1e-5)
 
 
 @pytest.mark.parametrize("memory", [1, 2, 20])

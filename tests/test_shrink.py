@@ -401,8 +401,11 @@ def test_a_layer_has_all_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "selecting them was not faster" in why
     assert "stays one layer" in why
     assert len(times) == 1
-    espalier.shrink(found.model, inputs, latency=False)
-    assert len(times) == 1  # what was timed is remembered
+    again = espalier.shrink(found.model, inputs, latency=False)
+    assert len(times) == 1  # what was timed is remembered, and told
+    assert [why.partition("; stays")[0]] == [x.partition("; stays")[0] for x in again.report.kept if "layers.1:" in x]
+    espalier.shrink(found.model, torch.cat((inputs, inputs)), latency=False)
+    assert len(times) == 2  # for other inputs it may be otherwise
 
 
 def test_selections_stay_where_no_layer_can_become_two() -> None:

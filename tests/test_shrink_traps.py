@@ -394,6 +394,15 @@ def test_denormal_weights_are_zeros(kind: torch.dtype) -> None:
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+def test_denormal_weights_of_what_is_ignored_stay() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[2].weight[:, 7] = 1e-39
+    small = espalier.shrink(model, torch.randn(4, 6), ignore=["2"], **QUICK).model
+    assert torch.equal(small[2].weight, model[2].weight)
+    assert espalier.shrink(model, torch.randn(4, 6), **QUICK).model[0].out_features == 7
+
+
 def test_denormal_numbers_of_float16_are_weights() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), unread(nn.Linear(8, 3), 2, 5)).half()
     with torch.no_grad():

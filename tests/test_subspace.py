@@ -44,7 +44,11 @@ CASES = {
     "low rank, moved": Case(falling(6, 1e3, 0.5), True, moved=0.3),
     "a larger rank, a slow fall": Case(falling(40, 3e3, 0.95), True, moved=0.3),
     "dense around κ": Case(torch.linspace(1.4, 0.6, N, dtype=torch.float64), False),
+    # where rounding decides, which kinds of CPUs do in several ways
     "dense around κ, below a few large": Case(
+        torch.cat((torch.full((3,), 2e3), torch.linspace(1.2, 0.1, N - 3))).double(), None
+    ),
+    "many on either side of κ, below a few large": Case(
         torch.cat((torch.full((3,), 2e3), torch.linspace(1.3, 1.05, 20), torch.linspace(0.9, 0.1, N - 23))).double(),
         True,
     ),
@@ -101,15 +105,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("shape", [(N, N), (N + 70, N), (N, N + 70)], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e15])
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e15, 1e-21, 1e18])
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name: str, shape: tuple[int, int], scale: float, counted: list[bool]) -> None:
     case = CASES[name]
     x, kappa, near, truth = build(case, shape, scale)
     y = finish(thresholding(x[None], kappa[None], near=near[None]))[0]
     size = torch.linalg.matrix_norm(x.double())
-    # 2 e, and what products in float32 lose, or the rounding of y
-    roundings = 2 * subspace._ROUNDINGS_PRECISE + 1 if size > subspace._PRECISE * scale else 2 * subspace._ROUNDINGS + 2
+    # 2 e, e being 4 roundings, and what products in float32 lose; or 0.5, and the rounding of y
+    roundings = 2 if size > 1e5 * scale else 10
     assert torch.linalg.matrix_norm(y - truth) <= roundings * EPS * size
     assert case.serves in (None, counted[-1])
     if not truth.any():
@@ -191,11 +195,12 @@ def test_the_lower_triangle_of_a_gram_matrix(shape: tuple[int, int, int]) -> Non
     ("sigma", "rho"), [([0.0], [0.0]), ([0.3], [0.5]), ([0.9], [0.1]), ([0.1, 0.8, 0.99], [0.4, 0.2, 0.05])]
 )
 def test_the_room_for_c_is_all_there_is(sigma: list[float], rho: list[float]) -> None:
-    """Of a rest [Σ₂, ρ; 0, c], whose norm is κ where c² is the room."""
+    """Of a rest [Σ₂, ρ; 0, c], whose norm is κ where ‖C‖², c² and all ρᵢ² together, is the room."""
     a, beside = torch.tensor(sigma, dtype=torch.float64), torch.tensor(rho, dtype=torch.float64)
     room = 9 * subspace._room(1.0, sigma, beside.square().tolist())
     assert room == pytest.approx(subspace._room(3.0, (3 * a).tolist(), (3 * beside).square().tolist()))
-    rest = torch.diag(torch.cat((3 * a, torch.tensor([math.sqrt(room)], dtype=torch.float64))))
+    c = math.sqrt(room - float((3 * beside).square().sum()))
+    rest = torch.diag(torch.cat((3 * a, torch.tensor([c], dtype=torch.float64))))
     rest[:-1, -1] = 3 * beside
     assert float(torch.linalg.matrix_norm(rest, 2)) == pytest.approx(3.0, rel=1e-12)
     assert subspace._room(1.0, [0.5, 1.0], [0.1, 0.0]) == 0

@@ -106,14 +106,17 @@ def _bytes(module: nn.Module) -> int:
 def _worthwhile(row: GatherRow, layer: nn.Module, made: nn.Module, shape: list[int], trace: Trace) -> GatherRow | None:
     """With the milliseconds of both layers, where the one that selects is the faster; else None, and why."""
     # measured before, and not worth it: a second look may only differ by noise
-    if getattr(layer, "_gathered", None) == (row.given, row.read):
+    asked = (row.given, row.read, *shape, str(next(layer.parameters()).device))
+    remembered, why = getattr(layer, "_gathered", (None, ""))
+    if remembered == asked:
+        trace.kept.setdefault(row.name, why)
         return None
     before, after = _milliseconds(layer, made, torch.zeros(shape).to(next(layer.parameters())))
     if after <= _GAIN * before:
         return replace(row, ms_before=before, ms_after=after)
-    layer._gathered = row.given, row.read  # type: ignore[assignment]
     why = f"reads {row.read} of {row.given} channels; selecting them was not faster"
     why = f'{why} ({before:.3g} ms without, {after:.3g} with): gather="always" does it'
+    layer._gathered = asked, why  # type: ignore[assignment]
     trace.kept.setdefault(row.name, why)
     return None
 

@@ -70,7 +70,7 @@ def shrink(
 
     model: it is left as it is, unless `inplace`. Its outputs are those of eval mode, and only these stay the same:
         batch norm's statistics are constants there. Denormal numbers among weights (not float16's) count as zeros,
-        where that shows in no output.
+        where outputs differ by no more than rounding then.
     example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments. The model is run on them, once, to
         see what becomes of each channel; where its code branches, what holds is the branch taken here.
     gather: where a layer does not read some channels that others read, let it select its inputs: "auto" where that was
@@ -106,7 +106,7 @@ def shrink(
         raise ShrinkError(f"the model itself fails on the {given}: {type(error).__name__}: {error}") from error
     _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
     trials = [inputs, *_random(original, inputs), *map(as_given, also)]
-    original = _without_denormals(original, trials)
+    original = _without_denormals(original, trials, ignore)
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
     small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
     made = replaced(
@@ -163,9 +163,10 @@ def _coarsest(model: nn.Module) -> torch.dtype:
     return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
 
-def _without_denormals(model: nn.Module, trials: Sequence[Call]) -> nn.Module:
-    """The model with zeros for denormal weights, where that shows in no output."""
-    tiny = {name: here for name, p in model.named_parameters() if (here := denormal(p)).any()}
+def _without_denormals(model: nn.Module, trials: Sequence[Call], ignore: Sequence[str]) -> nn.Module:
+    """The model with zeros for denormal weights, where outputs bear it."""
+    left = {id(p) for name in ignore for p in model.get_submodule(name).parameters()}
+    tiny = {name: here for name, p in model.named_parameters() if id(p) not in left and (here := denormal(p)).any()}
     if not tiny:
         return model
     flushed = _copied(model)

@@ -55,6 +55,8 @@ def thresholding(x: Tensor, kappa: Tensor, fused: bool = False, near: Tensor | N
     which x is likely to share its large directions, changes how long it takes, on a CPU, and roundings."""
     from espalier import kernels
 
+    if x.requires_grad and torch.is_grad_enabled():  # no step, but somebody's own use of it
+        return by_svd(x, kappa)
     if fused and kernels.takes(x):
         from espalier.kernels.singular_values import soft_threshold
 
@@ -103,7 +105,7 @@ def _by_eigenvalues(x: Tensor, kappa: Tensor) -> Tensor | None:
     """X V (1 − κ/σ)₊ Vᵀ, a product of thin factors, from the eigenvalues σ² of the Gram matrix."""
     if x.shape[-2] < x.shape[-1]:
         turned = _by_eigenvalues(x.mT, kappa)
-        return None if turned is None else turned.mT
+        return None if turned is None else turned.mT.contiguous()
     wide, kappa = x.double(), kappa.double().squeeze(-1)
     gram = subspace.gram_lower(wide)
     if not bool(gram.isfinite().all()):

@@ -18,7 +18,7 @@ from espalier.solvers.base import Solution, Solver, may_branch
 from espalier.subproblem import Scalar, Subproblem, add_scaled, as_tensor
 
 # rtol from which `_value_after` has digits enough, and rows or columns of matrices whose singular values cost little
-_COARSE, _FEW = 1e-4, 64
+_COARSE, _FEW = 1e-3, 64
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ProximalGradient(Solver):
             if self.rtol is not None:
                 if j > self.min_iters:
                     new = torch.where(done.reshape(-1, 1, 1), z, new)
-                if j < self.max_iters:
+                if self.min_iters - 1 <= j < self.max_iters:
                     value = _value_after(problem, penalty, x, new, theta)
                     if j >= self.min_iters:
                         scale = value.abs() + as_tensor(problem.scale, z).flatten()
@@ -177,14 +177,14 @@ def _value_after(problem: Subproblem, penalty: NuclearNorm, x: Tensor, z: Tensor
     """Q of each matrix at Z = prox(X), X a step of θ, mostly without singular values.
 
     (X − Z)/θ is in τ ∂ψ(Z), so that its product with Z is τ ψ(Z), ψ being a norm. Z's rounding makes that wrong by 1e-4
-    of it (784 × 512, σ = 3e7 κ), and more in small matrices, which have few entries to even it out: on a CPU these have
-    their singular values taken.
+    of it (784 × 512, σ = 3e7 κ; 6e-4 at most at 256 × 128), and more in small matrices, which have few entries to even
+    it out: on a CPU these have their singular values taken.
     """
     step = z - problem.anchor
     smooth = (problem.metric * step).mul_(step).mul_(0.5)
     value = add_scaled(smooth, problem.direction * z, problem.pull).sum((1, 2), dtype=torch.float64)
     if may_branch(z) and min(z.shape[1:]) <= _FEW:
-        singular: Tensor = torch.linalg.svdvals(z.double())
+        singular: Tensor = torch.linalg.svdvals(z.double().nan_to_num(0.0, 0.0, 0.0))  # LAPACK raises on others
         return value + as_tensor(problem.tau, z).flatten() * (penalty.lam * penalty.weight) * singular.sum(1)
     return value + (x - z).div_(theta).mul_(z).sum((1, 2), dtype=torch.float64)
 

@@ -54,7 +54,7 @@ def random_mask(
     if not 0 < ratio <= 1:
         raise Problem(f"the mask ratio must be above 0 and at most 1, not {ratio}.")
     order = torch.rand(batch, patches, generator=generator, device=generator.device).argsort(1)
-    return (order < math.ceil(ratio * patches)).to(device)
+    return (order < math.ceil(ratio * patches)).to(device, non_blocking=True)
 
 
 def simmim_loss(painted: Tensor, images: Tensor, mask: Tensor) -> Tensor:
