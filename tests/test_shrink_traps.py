@@ -422,3 +422,30 @@ def test_denormal_weights_stay_where_they_show() -> None:
     x = torch.randn(5, 6)
     small = espalier.shrink(model, x, **QUICK).model
     torch.testing.assert_close(small(x), model(x))
+
+
+class ByAList(nn.Module):
+    """Layers called by a list that the model does not register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.order = [self.first, self.last]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.order[1](self.order[0](x).tanh())
+
+
+@pytest.mark.parametrize("kind", ["low rank", "selection"])
+def test_layers_called_by_another_name_stay(kind: str) -> None:
+    model = ByAList()
+    with torch.no_grad():
+        if kind == "low rank":
+            model.first.weight.copy_(torch.randn(40, 3) @ torch.randn(3, 40) / 40)
+        else:
+            model.first.weight[:, :30] = 0
+    found = espalier.shrink(model, torch.randn(5, 40), gather="always", latency=False)
+    assert isinstance(found.model.first, nn.Linear)
+    assert not found.report.low_rank
+    assert not found.report.gathers
+    assert any("calls first by another name" in why for why in found.report.kept)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow, LowRankRow
 from espalier.compact.rewrite import Kept, products, put_products
 from espalier.compact.trace import Trace
-from espalier.compact.verify import Difference, check
+from espalier.compact.verify import Difference, ShrinkError, check
 
 
 @dataclass
@@ -43,7 +44,7 @@ def replaced(
             made = replace(made, small=model)  # which remembers what was timed
             break
         try:
-            checked = check(original, model, trials, slack=slack)
+            checked = _checked(original, model, rows, trials, slack)
         except Exception as error:
             trace.kept.setdefault("", f"some layers select nothing, for otherwise: {str(error).splitlines()[0]}")
         else:
@@ -64,7 +65,7 @@ def _factored(
         model, its = copy.deepcopy(made.small), copy.deepcopy(made.kept)
         ranks = [*made.ranks, *put_products(model, some, its)]
         try:
-            checked = check(original, model, trials, slack=slack + 10 * rank_tol * len(ranks))
+            checked = _checked(original, model, ranks, trials, slack + 10 * rank_tol * len(ranks))
         except Exception as error:
             if len(some) > 1:
                 waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
@@ -75,3 +76,31 @@ def _factored(
         else:
             made = replace(made, small=model, kept=its, difference=checked, ranks=ranks)
     return made
+
+
+def _checked(
+    original: nn.Module, model: nn.Module, rows: Sequence[GatherRow | LowRankRow], trials: Sequence[Call], slack: float
+) -> Difference:
+    """The outputs compared, of a model that calls the layers put in: one that keeps its own in a list beside goes on
+    calling these, and computes the same, but not when it is loaded."""
+    names = [row.name for row in rows]
+    with _called(original, names) as before, _called(model, names) as after:
+        difference = check(original, model, trials, slack=slack)
+    for name in names:
+        if name in before and name not in after:
+            raise ShrinkError(f"the model calls {name} by another name than this")
+    return difference
+
+
+@contextmanager
+def _called(model: nn.Module, names: Iterable[str]) -> Iterator[set[str]]:
+    """Which of these modules are called within."""
+    seen: set[str] = set()
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: seen.add(name)) for name in names
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
