@@ -298,6 +298,7 @@ def test_each_image_has_its_own_crop(root: Path, tmp_path: Path) -> None:
     assert len({crop.sum().item() for crop in middles}) == 1
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than a small machine has cores
 def test_workers_change_nothing(root: Path) -> None:
     alone, helped = opened("imagenet", root).train, opened("imagenet", root, workers=2).train
     assert same(list(alone.batches(6, order=Order(1, 1))), list(helped.batches(6, order=Order(1, 1))))
