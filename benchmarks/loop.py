@@ -1,6 +1,6 @@
 """A step of the app's loop under each method, as a ratio to the same loop under fused AdamW or the dense baseline.
 
-    python benchmarks/loop.py --device cuda        # results/loop-cuda.json
+    python benchmarks/loop.py --device cuda        # results/benchmarks/loop-cuda.json
 
 Whole steps: batch, forward, backward, optimizer, schedule, on made-up data of the real sets' form and size of batch.
 A few steps of each in turn, in one process; the ratio is the median over turns of that to the peer's of the same turn.

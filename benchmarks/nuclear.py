@@ -1,6 +1,6 @@
 """A RAMDA step under the nuclear norm, as a ratio to one torch.linalg.svd of the same matrix in the same process.
 
-    python benchmarks/nuclear.py --device cuda        # results/nuclear-cuda.json
+    python benchmarks/nuclear.py --device cuda        # results/benchmarks/nuclear-cuda.json
 
 Gradients pull the weights to a matrix of low rank, with noise, row and column scales: 60 steps, of which the last 15
 count. λ, scaled by the noise's own singular values, leaves about half or a tenth of the rank. Only the step is timed.

@@ -14,7 +14,7 @@ from espalier.tables import table
 
 
 def report(name: str, device: str, rows: list[dict[str, Any]], out: Path | None) -> None:
-    """Print the rows as a table; write them with what they were measured on to results/, or to `out`."""
+    """Print the rows as a table; write them with what they were measured on to results/benchmarks/, or to `out`."""
     print(table(list(rows[0]), [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
     cpu = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name"))
     found = {
@@ -25,6 +25,6 @@ def report(name: str, device: str, rows: list[dict[str, Any]], out: Path | None)
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
     }
-    out = out or Path("results") / f"{name}-{device}.json"
+    out = out or Path("results") / "benchmarks" / f"{name}-{device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")

@@ -1,8 +1,8 @@
 """What shrinking gains: parameters, FLOPs and latency of VGG19, ResNet50 and Tacotron2 with structured zeros, and of
 networks with the structure of a run.
 
-    python benchmarks/shrink.py                                     # results/shrink-cpu.json, batches of 1 and 64
-    python benchmarks/shrink.py --device cuda                       # results/shrink-cuda.json, batches of 1 and 256
+    python benchmarks/shrink.py                     # results/benchmarks/shrink-cpu.json, batches of 1 and 64
+    python benchmarks/shrink.py --device cuda       # results/benchmarks/shrink-cuda.json, batches of 1 and 256
 
 Input groups are set to zero at random until the paper's share of the weights is zero: 86 % for VGG19 on CIFAR-10, 82 %
 for ResNet50, 53 % for Tacotron2, which is given 40 symbols and 100 frames of each text. "even": each layer has that

@@ -1,7 +1,7 @@
 """Time and memory of an optimizer step, as a ratio to torch.optim.AdamW(fused=True) in the same process.
 
-    python benchmarks/step.py                                       # results/step-cpu.json
-    python benchmarks/step.py --device cuda                         # results/step-cuda.json
+    python benchmarks/step.py                                       # results/benchmarks/step-cpu.json
+    python benchmarks/step.py --device cuda                         # results/benchmarks/step-cuda.json
 
 Only the penalised weights of a network step. Their gradients are those of a quadratic with noise, whose minimum differs
 in scale between input channels, so that λ, found by bisection, can set half of the groups to zero at the structured

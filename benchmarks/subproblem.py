@@ -1,7 +1,7 @@
 """What solving the subproblem exactly is worth: RAMDA's by the exact solver and by proximal gradient, as Algorithm 2
 states it, with and without its early stopping.
 
-    python benchmarks/subproblem.py --data DIR --device cuda        # results/subproblem-cuda.json
+    python benchmarks/subproblem.py --data DIR --device cuda        # results/benchmarks/subproblem-cuda.json
 
 Each trains vgg19-cifar10 from the same start on the same batches, for a few epochs of its schedule scaled down. Time is
 that of whole steps, as a ratio to the dense baseline's in the same process. Every few steps one is taken with
