@@ -1,8 +1,9 @@
-"""What shrinking gains: parameters, FLOPs and latency of VGG19, ResNet50 and Tacotron2 with structured zeros, and of
-networks with the structure of a run.
+"""What shrinking gains: parameters, FLOPs and latency of VGG19, ResNet50 and Tacotron2 with structured zeros, of
+networks with the structure of a run, and of trained runs.
 
     python benchmarks/shrink.py                     # results/benchmarks/shrink-cpu.json, batches of 1 and 64
     python benchmarks/shrink.py --device cuda       # results/benchmarks/shrink-cuda.json, batches of 1 and 256
+    python benchmarks/shrink.py --device cuda --runs RUN... --data DIR --out FILE    # models that training delivered
 
 Input groups are set to zero at random until the paper's share of the weights is zero: 86 % for VGG19 on CIFAR-10, 82 %
 for ResNet50, 53 % for Tacotron2, which is given 40 symbols and 100 frames of each text. "even": each layer has that
@@ -20,7 +21,8 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from report import report
 from torch import Tensor, nn
 
 import espalier
+from espalier.app.deliver import open_delivered
 from espalier.app.models.resnet import resnet50
 from espalier.app.models.simmim import vit_mim
 from espalier.app.models.tacotron2 import Tacotron2
@@ -95,6 +98,35 @@ def structured(network: str, profile: str | Path, device: str) -> tuple[nn.Modul
     return model.to(device), zero / sum(w.numel() for w in weights)
 
 
+@dataclass
+class Case:
+    """A model to shrink, with what it is shown and what it is timed with."""
+
+    network: str
+    zeros: str
+    zero: float  # the share of weights in zero groups
+    model: nn.Module
+    shown: tuple[Tensor, ...]
+    timed: tuple[Tensor, ...]
+
+
+def made_up(network: str, profiles: list[str | Path], batches: list[int], device: str) -> Iterator[Case]:
+    for profile, batch in itertools.product(profiles, batches):
+        model, zero = structured(network, profile, device)
+        x = inputs(network, batch, device)
+        yield Case(network, str(profile), zero, model, tuple(t[:2] for t in x), x)
+
+
+def trained(path: Path, data: Path, batches: list[int], device: str) -> Iterator[Case]:
+    """A run's model, on examples of its test data."""
+    found = open_delivered(path, torch.device(device))
+    layers = json.loads((path / "structure.json").read_text())
+    zero = sum(x["zero_elements"] for x in layers) / sum(x["elements"] for x in layers)
+    task = found.task(data)
+    for batch in batches:
+        yield Case(found.recipe.model.name, str(path), zero, found.model, found.examples, task.examples(batch))
+
+
 def graphs(dense: nn.Module, small: nn.Module, x: tuple[Tensor, ...]) -> dict[str, float]:
     """Latency of both as CUDA graphs."""
     replays = []
@@ -134,6 +166,8 @@ def main() -> None:
         "--gather", nargs="+", default=["never", "auto", "always"], help="but for VGG19, where no layer could"
     )
     parser.add_argument("--like", type=Path, help="structure.json of a run of the one network")
+    parser.add_argument("--runs", type=Path, nargs="+", help="trained runs, in place of made-up zeros; needs --data")
+    parser.add_argument("--data", type=Path, help="where the data of --runs are")
     parser.add_argument("--align", type=int, nargs="+", default=[1], help="multiples to keep channels at")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -141,36 +175,45 @@ def main() -> None:
         parser.error("--like is of one network: name it by --networks")
     if not args.like and not set(args.networks) <= set(paper):
         parser.error("the paper has no share of zeros for a vit: give a run's by --like")
+    if args.runs and not args.data:
+        parser.error("--runs are timed on their test data: name --data")
+    batches = args.batches or [1, 256 if args.device == "cuda" else 64]
+    if args.runs:
+        found = (trained(path, args.data, batches, args.device) for path in args.runs)
+    else:
+        profiles = [args.like] if args.like else ["even", "late"]
+        found = (made_up(network, profiles, batches, args.device) for network in args.networks)
     rows: list[dict[str, Any]] = []
-    for network in args.networks:
-        for profile in (args.like,) if args.like else ("even", "late"):
-            for batch in args.batches or (1, 256 if args.device == "cuda" else 64):
-                model, zero = structured(network, profile, args.device)
-                x = inputs(network, batch, args.device)
-                few = tuple(t[:2] for t in x)
-                gathers = args.gather if network != "vgg19" else ["never"]
-                for gather, align in itertools.product(gathers, args.align):
-                    found = espalier.shrink(model, few, timed=x, gather=gather, align=align, latency=False)
-                    timed = measure(model, found.model, x, seconds=args.seconds)
-                    rows.append(
-                        {
-                            "network": network,
-                            "zeros": str(profile),
-                            "batch": batch,
-                            "gather": gather,
-                            "align": align,
-                            "gathered layers": len(found.report.gathers),
-                            "zero weights": zero,
-                            "parameters": timed.parameters_ratio,
-                            "FLOPs": timed.flops_ratio,
-                            "dense ms": timed.dense.ms,
-                            "shrunk ms": timed.small.ms,
-                            "times faster": timed.dense.ms / timed.small.ms,
-                            # models of one input; Tacotron2 asks for its lengths on the host
-                            **(graphs(model, found.model, x) if len(x) == 1 and args.device == "cuda" else {}),
-                            "difference": found.report.difference.largest,
-                        }
-                    )
+    for case in itertools.chain.from_iterable(found):
+        gathers = args.gather if case.network != "vgg19" else ["never"]
+        for gather, align in itertools.product(gathers, args.align):
+            shrunk = espalier.shrink(
+                case.model, case.shown, timed=case.timed, gather=gather, align=align, latency=False
+            )
+            timed = measure(case.model, shrunk.model, case.timed, seconds=args.seconds)
+            rows.append(
+                {
+                    "network": case.network,
+                    "zeros": case.zeros,
+                    "batch": len(case.timed[0]),
+                    "gather": gather,
+                    "align": align,
+                    "gathered layers": len(shrunk.report.gathers),
+                    "zero weights": case.zero,
+                    "parameters": timed.parameters_ratio,
+                    "FLOPs": timed.flops_ratio,
+                    "dense ms": timed.dense.ms,
+                    "shrunk ms": timed.small.ms,
+                    "times faster": timed.dense.ms / timed.small.ms,
+                    # Tacotron2 asks for its lengths on the host
+                    **(
+                        graphs(case.model, shrunk.model, case.timed)
+                        if case.network != "tacotron2" and args.device == "cuda"
+                        else {}
+                    ),
+                    "difference": shrunk.report.difference.largest,
+                }
+            )
     report("shrink", args.device, rows, args.out)
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import espalier
 import zoo
 from espalier.app.models.vgg import VGG19
-from espalier.compact import gather
+from espalier.compact import timing
 from espalier.compact.attention import HeadAttention
 from espalier.compact.layers import Gather, LowRank
 
@@ -395,7 +395,7 @@ def test_a_layer_has_all_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         model.layers[1].weight[:, :3] = 0
     times: list[tuple[float, float]] = []
-    monkeypatch.setattr(gather, "_milliseconds", lambda *_: times.append((1.0, 1.0)) or times[-1])
+    monkeypatch.setattr(timing, "_milliseconds", lambda *_: times.append((1.0, 1.0)) or times[-1])
     found = espalier.shrink(model, inputs, latency=False)
     (why,) = [line for line in found.report.kept if line.startswith("layers.1:")]
     assert "selecting them was not faster" in why
@@ -406,6 +406,49 @@ def test_a_layer_has_all_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [why.partition("; stays")[0]] == [x.partition("; stays")[0] for x in again.report.kept if "layers.1:" in x]
     espalier.shrink(found.model, torch.cat((inputs, inputs)), latency=False)
     assert len(times) == 2  # for other inputs it may be otherwise
+
+
+def test_two_layers_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(3)))
+    with torch.no_grad():
+        for layer, rank in zip(model, (4, 5, 20), strict=True):
+            layer.weight.copy_(torch.randn(30, rank) @ torch.randn(rank, 30) / 30)
+    seen: list[tuple[int, ...]] = []
+
+    def times(plain: nn.Module, made: LowRank, x: torch.Tensor) -> tuple[float, float]:
+        seen.append((made.spec()["rank"], *x.shape))
+        return (1.0, 0.5) if seen[-1][0] == 5 else (1.0, 0.96)
+
+    monkeypatch.setattr(timing, "_milliseconds", times)
+    inputs, batch = torch.randn(2, 30), torch.randn(7, 30)
+    found = espalier.shrink(model, inputs, latency=False, low_rank="auto", timed=batch)
+    assert seen == [(4, 7, 30), (5, 7, 30)]  # rank 20 would have more weights
+    assert [(row.name, row.rank) for row in found.report.low_rank] == [("1", 5)]
+    assert [isinstance(layer, LowRank) for layer in found.model] == [False, True, False]
+    assert error(model, found.model, (inputs,)) < 1e-5
+    why = "0: has rank 4; as two layers it was not faster (1 ms without, 0.96 with): low_rank=True does it"
+    assert why in found.report.kept
+    seen.clear()
+    every = espalier.shrink(model, inputs, latency=False).report
+    assert [row.rank for row in every.low_rank] == [4, 5]
+    assert not seen
+
+
+def test_two_layers_are_timed_with_what_they_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions, after channels went, inside a selection."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 20, 1), nn.ReLU(), nn.Conv2d(20, 24, 3, padding=1)).eval()
+    with torch.no_grad():
+        model[2].weight.copy_((torch.randn(24, 4) @ torch.randn(4, 180)).view(24, 20, 3, 3))
+        model[2].weight[:, :5] = 0
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(timing, "_milliseconds", lambda _, __, x: seen.append(tuple(x.shape)) or (2.0, 1.0))
+    inputs = torch.randn(2, 3, 8, 6)
+    found = espalier.shrink(model, inputs, latency=False, low_rank="auto")
+    assert seen == [(2, 15, 8, 6)]
+    assert [row.rank for row in found.report.low_rank] == [4]
+    assert error(model, found.model, (inputs,)) < 1e-5
 
 
 def test_selections_stay_where_no_layer_can_become_two() -> None:
@@ -482,8 +525,8 @@ def test_measured_with_a_batch_as_it_is_served(monkeypatch: pytest.MonkeyPatch) 
     model, inputs = structured(next(c for c in zoo.ZOO if c.name == "resnet50"), 0.6)
     (x,) = inputs
     timed_with: list[int] = []
-    real = gather._milliseconds
-    monkeypatch.setattr(gather, "_milliseconds", lambda *a: timed_with.append(len(a[2])) or real(*a))
+    real = timing._milliseconds
+    monkeypatch.setattr(timing, "_milliseconds", lambda *a: timed_with.append(len(a[2])) or real(*a))
     few = espalier.shrink(model, inputs, latency=False, low_rank=False).report
     assert timed_with
     assert set(timed_with) == {len(x)}
@@ -665,6 +708,7 @@ BAD: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception], st
     "compiled": (lambda: torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(1, 2), {}, TypeError, "compile"),
     "wrapped": (lambda: nn.DataParallel(nn.Linear(2, 2)), torch.ones(1, 2), {}, TypeError, "model.module"),
     "gather": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"gather": "some"}, ValueError, "auto"),
+    "low rank": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"low_rank": "always"}, ValueError, "True, False"),
     "align": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"align": 0}, ValueError, "align"),
     "rank_tol": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"rank_tol": 2.0}, ValueError, "rank_tol"),
     "ignore": (lambda: nn.Linear(2, 2), torch.ones(1, 2), {"ignore": ["layer9"]}, ValueError, "layer9"),

@@ -61,6 +61,15 @@ def test_from_training_to_a_file_that_runs_anywhere(capfd: pytest.CaptureFixture
     assert "Dense, structured, shrunk" in Path("page.html").read_text()
 
 
+def test_low_rank_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(*TRAIN) == 0
+    real, asked = espalier.shrink, []
+    monkeypatch.setattr(espalier, "shrink", lambda *a, low_rank, **k: asked.append(low_rank) or real(*a, **k))
+    for words in ((), ("--low-rank=auto",), ("--low-rank=never",), ("--low-rank=always",)):
+        assert call("shrink", "runs/digits/ramda-0", *words) == 0
+    assert asked == [True, "auto", False, True]
+
+
 def test_compare_trains_all_methods_and_keeps_what_is_done(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["compare", "digits", "--device=cpu", "--methods=ramda,dense", "--seeds=0,1", *SETS]
     assert call(*words) == 0

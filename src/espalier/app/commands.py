@@ -28,7 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 LARGEST_SEED = 2**32 - 1  # that NumPy takes
-Gather = Literal["auto", "always", "never"]
+When = Literal["auto", "always", "never"]
+LOW_RANK: dict[When, bool | Literal["auto"]] = {"auto": "auto", "always": True, "never": False}
 console = Console(highlight=False, markup=False)
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `espalier recipes`, or a .yaml file.")]
@@ -155,7 +156,8 @@ def report(
 def shrink(
     run: RunDir,
     data: DataDir = None,
-    gather: Annotated[Gather, typer.Option(help="Whether layers may select some of their inputs.")] = "auto",
+    gather: Annotated[When, typer.Option(help="Let layers select some of their inputs; auto: where faster.")] = "auto",
+    low_rank: Annotated[When, typer.Option(help="Make two layers of one of low rank; auto: where faster.")] = "always",
     align: Annotated[
         int | None, typer.Option(min=1, help="Keep numbers of channels at multiples of this: 8 on a GPU, 1 elsewhere.")
     ] = None,
@@ -171,8 +173,9 @@ def shrink(
     with console.status("Shrinking ...") as status:
         where = find_device(device)
         shrunk = shrink_run(
-            run, data=root, hub=hub, gather=gather, align=align, batch=batch, device=where, tell=status.update
-        )
+            run, data=root, hub=hub, gather=gather, low_rank=LOW_RANK[low_rank], align=align, batch=batch, device=where,
+            tell=status.update,
+        )  # fmt: skip
     console.print(str(shrunk.report), soft_wrap=True)
     count = json.loads((run / "shrunk.json").read_text())["batch"]
     console.print(f"FLOPs and ms are of {count} examples at a time.", soft_wrap=True)

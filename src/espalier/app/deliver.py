@@ -100,6 +100,7 @@ def shrink_run(
     data: Path | None = None,
     hub: bool = False,
     gather: Literal["auto", "always", "never"] = "auto",
+    low_rank: bool | Literal["auto"] = True,
     align: int | None = None,
     batch: int | None = None,
     device: torch.device = CPU,
@@ -120,7 +121,9 @@ def shrink_run(
             raise Problem("--batch takes examples from the test data, which are not where they were: name --data")
         timed = task.examples(batch)
     try:
-        shrunk = espalier.shrink(found.model, found.examples, gather=gather, align=align, timed=timed)
+        shrunk = espalier.shrink(
+            found.model, found.examples, gather=gather, low_rank=low_rank, align=align, timed=timed
+        )
     except espalier.ShrinkError as error:
         raise Problem(f"{path} can't be shrunk: {one_line(error)}") from error
     espalier.save(shrunk.model, found.shrunk)

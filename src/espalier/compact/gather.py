@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +15,8 @@ from espalier.compact.layers import Gather
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
 from espalier.compact.rewrite import Kept, fix_sizes, fold, hooked
+from espalier.compact.timing import faster
 from espalier.compact.trace import Reader, Trace
-from espalier.compact.verify import outputs
-
-# what a selection must gain to be worth another layer
-_GAIN = 0.95
 
 
 def gather_inputs(
@@ -103,42 +98,16 @@ def _bytes(module: nn.Module) -> int:
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
-def _worthwhile(row: GatherRow, layer: nn.Module, made: nn.Module, shape: list[int], trace: Trace) -> GatherRow | None:
+def _worthwhile(
+    row: GatherRow, layer: nn.Module, made: nn.Module, shape: Sequence[int], trace: Trace
+) -> GatherRow | None:
     """With the milliseconds of both layers, where the one that selects is the faster; else None, and why."""
-    # measured before, and not worth it: a second look may only differ by noise
-    asked = (row.given, row.read, *shape, str(next(layer.parameters()).device))
-    remembered, why = getattr(layer, "_gathered", (None, ""))
-    if remembered == asked:
-        trace.kept.setdefault(row.name, why)
+    what = f"reads {row.read} of {row.given} channels; selecting them"
+    times = faster(layer, made, shape, what, 'gather="always"')
+    if isinstance(times, str):
+        trace.tell(row.name, times)
         return None
-    before, after = _milliseconds(layer, made, torch.zeros(shape).to(next(layer.parameters())))
-    if after <= _GAIN * before:
-        return replace(row, ms_before=before, ms_after=after)
-    why = f"reads {row.read} of {row.given} channels; selecting them was not faster"
-    why = f'{why} ({before:.3g} ms without, {after:.3g} with): gather="always" does it'
-    layer._gathered = asked, why  # type: ignore[assignment]
-    trace.kept.setdefault(row.name, why)
-    return None
-
-
-def input_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, torch.Size]:
-    """What each module is given first when the model runs on these."""
-    shapes: dict[str, torch.Size] = {}
-
-    def note(name: str, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            shapes.setdefault(name, args[0].shape)
-
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
-        for name, module in model.named_modules()
-    ]
-    try:
-        outputs(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return shapes
+    return replace(row, ms_before=times[0], ms_after=times[1])
 
 
 def _rounded(read: Tensor, align: int) -> Tensor:
@@ -156,19 +125,3 @@ def _take_up(layer: nn.Module, reader: Reader, plan: Plan, here: Tensor, read: T
         reader.nonzero, reader.folds[here], reader.values[here], reader.transposed, "",
     )  # fmt: skip
     fold(layer, part, ~read)
-
-
-def _milliseconds(plain: nn.Module, gathered: nn.Module, x: Tensor) -> tuple[float, float]:
-    """Both layers, turn by turn."""
-    times: tuple[list[float], list[float]] = ([], [])
-    wait = torch.cuda.synchronize if x.is_cuda else time.perf_counter
-    with torch.no_grad():
-        end = time.perf_counter() + 0.2
-        while time.perf_counter() < end or len(times[0]) < 5:
-            for layer, taken in zip((plain, gathered), times, strict=True):
-                wait()
-                start = time.perf_counter()
-                layer(x)
-                wait()
-                taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:])

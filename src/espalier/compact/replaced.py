@@ -14,7 +14,8 @@ from espalier.compact.examples import Call
 from espalier.compact.gather import gather_cells, gather_inputs
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow, LowRankRow
-from espalier.compact.rewrite import Kept, products, put_products
+from espalier.compact.rewrite import Kept, Product, products, put_products
+from espalier.compact.timing import faster
 from espalier.compact.trace import Trace
 from espalier.compact.verify import Difference, ShrinkError, check
 
@@ -33,7 +34,7 @@ class Made:
 def replaced(
     original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, difference: Difference,
     trials: Sequence[Call], slack: float,
-    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool, rank_tol: float,
+    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool | str, rank_tol: float,
 ) -> Made:  # fmt: skip
     """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
     made = Made(small, kept, difference, [], [])
@@ -50,14 +51,32 @@ def replaced(
         else:
             made = Made(model, its, checked, rows, [])
             break
-    return _factored(original, made, trace, trials, slack, rank_tol) if low_rank else made
+    if not low_rank:
+        return made
+    pay = products(made.small, trace, rank_tol)
+    if low_rank == "auto":
+        pay = [each for each in pay if _worthwhile(each, made.small, trace, shapes)]
+    return _factored(original, made, pay, trace, trials, slack, rank_tol)
+
+
+def _worthwhile(product: Product, model: nn.Module, trace: Trace, shapes: Mapping[str, torch.Size]) -> bool:
+    """Whether the two layers are faster than the one; if not, the trace is told why."""
+    layer = model.get_submodule(product.place)
+    reader = next(r for r in trace.readers if r.module == product.name)
+    shape = list(shapes.get(product.name, reader.input_shape))
+    shape[reader.dim] = next(layer.parameters()).shape[1]
+    times = faster(layer, product.layers, shape, f"has rank {product.rank}; as two layers it", "low_rank=True")
+    if isinstance(times, str):
+        trace.tell(product.name, times)
+    return not isinstance(times, str)
 
 
 def _factored(
-    original: nn.Module, made: Made, trace: Trace, trials: Sequence[Call], slack: float, rank_tol: float
-) -> Made:
+    original: nn.Module, made: Made, pay: list[Product], trace: Trace, trials: Sequence[Call], slack: float,
+    rank_tol: float,
+) -> Made:  # fmt: skip
     """With products for layers of low rank: all that the model bears, in halves until what it does not is alone."""
-    waiting = [products(made.small, trace, rank_tol)]
+    waiting = [pay]
     while waiting:
         some = waiting.pop()
         if not some:
@@ -70,9 +89,7 @@ def _factored(
             if len(some) > 1:
                 waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
             else:
-                name, known = some[0].name, trace.kept.get(some[0].name)
-                why = f"stays one layer, for otherwise: {str(error).splitlines()[0]}"
-                trace.kept[name] = f"{known}; {why}" if known else why
+                trace.tell(some[0].name, f"stays one layer, for otherwise: {str(error).splitlines()[0]}")
         else:
             made = replace(made, small=model, kept=its, difference=checked, ranks=ranks)
     return made

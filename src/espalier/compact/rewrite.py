@@ -92,6 +92,11 @@ class Product:
     layers: LowRank
     bound: float
 
+    @property
+    def rank(self) -> int:
+        """Of the layer, and the width between the two."""
+        return self.layers.spec()["rank"]
+
 
 def products(model: nn.Module, trace: Trace, rtol: float) -> list[Product]:
     """Those that pay."""
@@ -103,8 +108,9 @@ def products(model: nn.Module, trace: Trace, rtol: float) -> list[Product]:
             continue
         # zero rows and columns lower the rank, too: a product would only do the work of a selection
         matrix = layer.weight.flatten(1) != 0
-        if made[0].spec()["rank"] < min(matrix.any(0).sum(), matrix.any(1).sum()):
-            found.append(Product(name, place, *made))
+        product = Product(name, place, *made)
+        if product.rank < min(matrix.any(0).sum(), matrix.any(1).sum()):
+            found.append(product)
     return found
 
 
@@ -113,7 +119,7 @@ def put_products(model: nn.Module, chosen: Sequence[Product], kept: Kept) -> lis
     for each in chosen:
         model.set_submodule(each.place, copy.deepcopy(each.layers))
         kept.gone |= {f"{each.name}.weight", f"{each.name}.bias"}
-    return [LowRankRow(each.name, each.layers.spec()["rank"], each.bound) for each in chosen]
+    return [LowRankRow(each.name, each.rank, each.bound) for each in chosen]
 
 
 def hooked(module: nn.Module) -> bool:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from espalier.checks import check_number
 from espalier.compact.denormals import denormal
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
-from espalier.compact.gather import input_shapes
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
+from espalier.compact.timing import input_shapes
 from espalier.compact.trace import Trace, Tracer, tensors_in
 from espalier.compact.verify import Difference, ShrinkError, check, outputs
 
@@ -57,7 +57,7 @@ def shrink(
     example_inputs: Inputs,
     *,
     gather: Literal["auto", "always", "never"] = "auto",
-    low_rank: bool = True,
+    low_rank: bool | Literal["auto"] = True,
     rank_tol: float | None = None,
     align: int | None = None,
     ignore: Sequence[str] = (),
@@ -75,21 +75,22 @@ def shrink(
         see what becomes of each channel; where its code branches, what holds is the branch taken here.
     gather: where a layer does not read some channels that others read, let it select its inputs: "auto" where that was
         faster on this device with these inputs, by measurement.
-    low_rank: make two layers of a Linear or convolution of rank r where r (m + n) < m n. `rank_tol` says which singular
-        values count, relative to the largest: 1e-6 in float32, unless given. The report bounds what was cut off.
+    low_rank: make two layers of a Linear or convolution of rank r where r (m + n) < m n; "auto" where they were faster,
+        too, as with `gather`. `rank_tol` says which singular values count, relative to the largest: 1e-6 in float32,
+        unless given. The report bounds what was cut off.
     align: keep numbers of channels at multiples of this, by keeping some that are not needed. Unless given it is 8 on a
         CUDA device, where the few more channels cost less than an odd number, and 1 elsewhere.
     ignore: names of modules to leave alone, with the channels that they read.
     also: more inputs to compare the outputs on, beside the examples and random ones like them.
-    timed: what FLOPs, latency and the gain of `gather` are measured with, if not with the examples: a batch as it is
-        served, on which the models run for that alone. Outputs are not compared on it.
+    timed: what FLOPs, latency and the gain of what is "auto" are measured with, if not with the examples: a batch as it
+        is served, on which the models run for that alone. Outputs are not compared on it.
     """
     inputs = as_given(example_inputs)
     served = inputs if timed is None else as_given(timed)
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     if isinstance(also, Tensor | Mapping):
         raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
-    _check(model, (inputs, served), gather, align, ignore)
+    _check(model, (inputs, served), gather, low_rank, align, ignore)
     align = align or (_ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
@@ -190,7 +191,14 @@ def _random(model: nn.Module, inputs: Call) -> list[Call]:
     return [drawn]
 
 
-def _check(model: nn.Module, inputs: Sequence[Call], gather: str, align: int | None, ignore: Sequence[str]) -> None:
+def _check(
+    model: nn.Module,
+    inputs: Sequence[Call],
+    gather: str,
+    low_rank: bool | str,
+    align: int | None,
+    ignore: Sequence[str],
+) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"{kind} is compiled by TorchScript: shrink the model that it was made from.")
@@ -202,6 +210,8 @@ def _check(model: nn.Module, inputs: Sequence[Call], gather: str, align: int | N
         raise TypeError(f"model must be a torch.nn.Module, not a {kind}.")
     if gather not in ("auto", "always", "never"):
         raise ValueError(f'gather must be "auto", "always" or "never", not {gather!r}.')
+    if not isinstance(low_rank, bool) and low_rank != "auto":
+        raise ValueError(f'low_rank must be True, False or "auto", not {low_rank!r}.')
     if align is not None and (not isinstance(align, int) or align < 1):
         raise ValueError(f"align must be a whole number, 1 or more, not {align!r}.")
     names = {name for name, _ in model.named_modules()}

@@ -73,6 +73,12 @@ class Trace:
     risky: list[Tensor] = field(default_factory=list)  # units that go through sizes which may be written in the code
     kept: dict[str, str] = field(default_factory=dict)  # where channels had to stay, and why
 
+    def tell(self, name: str, why: str) -> None:
+        """One more reason for what stays there."""
+        known = self.kept.get(name)
+        if known is None or why not in known.split("; "):
+            self.kept[name] = why if known is None else f"{known}; {why}"
+
 
 class Tracer(TorchFunctionMode):
     """Runs a model and fills a Trace."""
