@@ -31,6 +31,7 @@ from report import report
 from torch import Tensor, nn
 
 import espalier
+from espalier.app.commands import LOW_RANK
 from espalier.app.deliver import open_delivered
 from espalier.app.models.resnet import resnet50
 from espalier.app.models.simmim import vit_mim
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--like", type=Path, help="structure.json of a run of the one network")
     parser.add_argument("--runs", type=Path, nargs="+", help="trained runs, in place of made-up zeros; needs --data")
     parser.add_argument("--data", type=Path, help="where the data of --runs are")
+    parser.add_argument("--low-rank", nargs="+", default=["always"], choices=LOW_RANK, help="where layers become two")
     parser.add_argument("--align", type=int, nargs="+", default=[1], help="multiples to keep channels at")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -186,10 +188,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in itertools.chain.from_iterable(found):
         gathers = args.gather if case.network != "vgg19" else ["never"]
-        for gather, align in itertools.product(gathers, args.align):
+        for gather, low_rank, align in itertools.product(gathers, args.low_rank, args.align):
             shrunk = espalier.shrink(
-                case.model, case.shown, timed=case.timed, gather=gather, align=align, latency=False
-            )
+                case.model, case.shown, timed=case.timed, gather=gather, low_rank=LOW_RANK[low_rank], align=align,
+                latency=False,
+            )  # fmt: skip
             timed = measure(case.model, shrunk.model, case.timed, seconds=args.seconds)
             rows.append(
                 {
@@ -199,6 +202,8 @@ def main() -> None:
                     "gather": gather,
                     "align": align,
                     "gathered layers": len(shrunk.report.gathers),
+                    "low rank": low_rank,
+                    "layers made two": len(shrunk.report.low_rank),
                     "zero weights": case.zero,
                     "parameters": timed.parameters_ratio,
                     "FLOPs": timed.flops_ratio,
