@@ -14,8 +14,7 @@ from espalier.tables import table
 
 
 def report(name: str, device: str, rows: list[dict[str, Any]], out: Path | None) -> None:
-    """Print the rows as a table; write them with what they were measured on to results/benchmarks/, or to `out`."""
-    print(table(list(rows[0]), [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
+    """Write the rows with what they were measured on to results/benchmarks/, or to `out`, and print them as a table."""
     cpu = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name"))
     found = {
         "command": " ".join([f"python benchmarks/{name}.py", *sys.argv[1:]]),
@@ -28,3 +27,6 @@ def report(name: str, device: str, rows: list[dict[str, Any]], out: Path | None)
     out = out or Path("results") / "benchmarks" / f"{name}-{device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[row.get(key, "–") for key in head] for row in rows]
+    print(table(head, [[f"{v:.3g}" if isinstance(v, float) else v for v in row] for row in cells]))

@@ -3,15 +3,16 @@ networks with the structure of a run, and of trained runs.
 
     python benchmarks/shrink.py                     # results/benchmarks/shrink-cpu.json, batches of 1 and 64
     python benchmarks/shrink.py --device cuda       # results/benchmarks/shrink-cuda.json, batches of 1 and 256
-    python benchmarks/shrink.py --device cuda --runs RUN... --data DIR --out FILE    # models that training delivered
+    python benchmarks/shrink.py --device cuda --runs RUN... --data DIR --out FILE   # models that training delivered
 
 Input groups are set to zero at random until the paper's share of the weights is zero: 86 % for VGG19 on CIFAR-10, 82 %
 for ResNet50, 53 % for Tacotron2, which is given 40 symbols and 100 frames of each text. "even": each layer has that
 share; "late": it grows with depth as (1 + 3 depth)/4 of the last one's, so that the first layers, whose images are
-large, keep more; a run's structure.json (--like): each layer has as many zero groups as there, or the rank.
+large, keep more; a run's structure.json (--like): each layer has as many zero groups as there, or the rank. A trained
+run has its own zeros, and examples of its test data.
 
 Latency is that of the dense model and of the shrunk one, run in turns in this process, in float32 and eval mode; on a
-GPU convolutional networks also replayed as CUDA graphs, without the host's time for each layer. shrink() itself
+GPU also replayed as CUDA graphs, without the host's time for each layer, where a model can be recorded. shrink() itself
 compares the outputs, and raises where they differ.
 """
 
@@ -31,8 +32,7 @@ from report import report
 from torch import Tensor, nn
 
 import espalier
-from espalier.app.commands import LOW_RANK
-from espalier.app.deliver import open_delivered
+from espalier.app.deliver import Delivered, open_delivered
 from espalier.app.models.resnet import resnet50
 from espalier.app.models.simmim import vit_mim
 from espalier.app.models.tacotron2 import Tacotron2
@@ -107,25 +107,26 @@ class Case:
     zeros: str
     zero: float  # the share of weights in zero groups
     model: nn.Module
-    shown: tuple[Tensor, ...]
-    timed: tuple[Tensor, ...]
+    shown: tuple[Any, ...]
+    timed: tuple[Any, ...]
+    recordable: bool  # as a CUDA graph: text and speech ask for their lengths on the host
 
 
 def made_up(network: str, profiles: list[str | Path], batches: list[int], device: str) -> Iterator[Case]:
     for profile, batch in itertools.product(profiles, batches):
         model, zero = structured(network, profile, device)
         x = inputs(network, batch, device)
-        yield Case(network, str(profile), zero, model, tuple(t[:2] for t in x), x)
+        yield Case(network, str(profile), zero, model, tuple(t[:2] for t in x), x, network != "tacotron2")
 
 
-def trained(path: Path, data: Path, batches: list[int], device: str) -> Iterator[Case]:
+def trained(run: Delivered, data: Path | None, batches: list[int]) -> Iterator[Case]:
     """A run's model, on examples of its test data."""
-    found = open_delivered(path, torch.device(device))
-    layers = json.loads((path / "structure.json").read_text())
-    zero = sum(x["zero_elements"] for x in layers) / sum(x["elements"] for x in layers)
-    task = found.task(data)
+    path, task = run.run.path, run.task(data)
+    structure = path / "structure.json"  # a dense run has none
+    layers = json.loads(structure.read_text()) if structure.exists() else []
+    zero = sum(x["zero_elements"] for x in layers) / sum(x["elements"] for x in layers) if layers else 0.0
     for batch in batches:
-        yield Case(found.recipe.model.name, str(path), zero, found.model, found.examples, task.examples(batch))
+        yield Case(run.recipe.model.name, str(path), zero, run.model, run.examples, task.examples(batch), task.alike)
 
 
 def graphs(dense: nn.Module, small: nn.Module, x: tuple[Tensor, ...]) -> dict[str, float]:
@@ -162,26 +163,27 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", help="1 and 64, or 256 on a GPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row's latency")
     paper = [name for name, (_, share) in NETWORKS.items() if share is not None]
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=paper)
-    parser.add_argument(
-        "--gather", nargs="+", default=["never", "auto", "always"], help="but for VGG19, where no layer could"
-    )
-    parser.add_argument("--like", type=Path, help="structure.json of a run of the one network")
-    parser.add_argument("--runs", type=Path, nargs="+", help="trained runs, in place of made-up zeros; needs --data")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--networks", nargs="+", choices=NETWORKS, default=paper)
+    models.add_argument("--runs", type=Path, nargs="+", help="trained runs; needs --out, and --data but for digits")
     parser.add_argument("--data", type=Path, help="where the data of --runs are")
-    parser.add_argument("--low-rank", nargs="+", default=["always"], choices=LOW_RANK, help="where layers become two")
+    parser.add_argument("--like", type=Path, help="structure.json of a run of the one network")
+    when = ("never", "auto", "always")
+    parser.add_argument("--gather", nargs="+", default=when, choices=when, help="but for VGG19, where no layer could")
+    parser.add_argument("--low-rank", nargs="+", default=["always"], choices=when, help="where layers become two")
     parser.add_argument("--align", type=int, nargs="+", default=[1], help="multiples to keep channels at")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.like and len(args.networks) > 1:
+    if args.like and (args.runs or len(args.networks) > 1):
         parser.error("--like is of one network: name it by --networks")
     if not args.like and not set(args.networks) <= set(paper):
         parser.error("the paper has no share of zeros for a vit: give a run's by --like")
-    if args.runs and not args.data:
-        parser.error("--runs are timed on their test data: name --data")
+    if args.runs and not args.out:
+        parser.error("the file without --out is of made-up zeros: say where --runs go")
     batches = args.batches or [1, 256 if args.device == "cuda" else 64]
     if args.runs:
-        found = (trained(path, args.data, batches, args.device) for path in args.runs)
+        opened = [open_delivered(path, torch.device(args.device)) for path in args.runs]
+        found = (trained(run, args.data, batches) for run in opened)
     else:
         profiles = [args.like] if args.like else ["even", "late"]
         found = (made_up(network, profiles, batches, args.device) for network in args.networks)
@@ -190,7 +192,7 @@ def main() -> None:
         gathers = args.gather if case.network != "vgg19" else ["never"]
         for gather, low_rank, align in itertools.product(gathers, args.low_rank, args.align):
             shrunk = espalier.shrink(
-                case.model, case.shown, timed=case.timed, gather=gather, low_rank=LOW_RANK[low_rank], align=align,
+                case.model, case.shown, timed=case.timed, gather=gather, low_rank=low_rank, align=align,
                 latency=False,
             )  # fmt: skip
             timed = measure(case.model, shrunk.model, case.timed, seconds=args.seconds)
@@ -210,10 +212,9 @@ def main() -> None:
                     "dense ms": timed.dense.ms,
                     "shrunk ms": timed.small.ms,
                     "times faster": timed.dense.ms / timed.small.ms,
-                    # Tacotron2 asks for its lengths on the host
                     **(
                         graphs(case.model, shrunk.model, case.timed)
-                        if case.network != "tacotron2" and args.device == "cuda"
+                        if args.device == "cuda" and case.recordable
                         else {}
                     ),
                     "difference": shrunk.report.difference.largest,

@@ -67,7 +67,7 @@ def test_low_rank_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(espalier, "shrink", lambda *a, low_rank, **k: asked.append(low_rank) or real(*a, **k))
     for words in ((), ("--low-rank=auto",), ("--low-rank=never",), ("--low-rank=always",)):
         assert call("shrink", "runs/digits/ramda-0", *words) == 0
-    assert asked == [True, "auto", False, True]
+    assert asked == ["always", "auto", "never", "always"]
 
 
 def test_compare_trains_all_methods_and_keeps_what_is_done(capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,6 @@ app = typer.Typer(
 )
 LARGEST_SEED = 2**32 - 1  # that NumPy takes
 When = Literal["auto", "always", "never"]
-LOW_RANK: dict[When, bool | Literal["auto"]] = {"auto": "auto", "always": True, "never": False}
 console = Console(highlight=False, markup=False)
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `espalier recipes`, or a .yaml file.")]
@@ -173,7 +172,7 @@ def shrink(
     with console.status("Shrinking ...") as status:
         where = find_device(device)
         shrunk = shrink_run(
-            run, data=root, hub=hub, gather=gather, low_rank=LOW_RANK[low_rank], align=align, batch=batch, device=where,
+            run, data=root, hub=hub, gather=gather, low_rank=low_rank, align=align, batch=batch, device=where,
             tell=status.update,
         )  # fmt: skip
     console.print(str(shrunk.report), soft_wrap=True)

@@ -100,7 +100,7 @@ def shrink_run(
     data: Path | None = None,
     hub: bool = False,
     gather: Literal["auto", "always", "never"] = "auto",
-    low_rank: bool | Literal["auto"] = True,
+    low_rank: Literal["auto", "always", "never"] = "always",
     align: int | None = None,
     batch: int | None = None,
     device: torch.device = CPU,

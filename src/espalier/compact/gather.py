@@ -101,13 +101,10 @@ def _bytes(module: nn.Module) -> int:
 def _worthwhile(
     row: GatherRow, layer: nn.Module, made: nn.Module, shape: Sequence[int], trace: Trace
 ) -> GatherRow | None:
-    """With the milliseconds of both layers, where the one that selects is the faster; else None, and why."""
-    what = f"reads {row.read} of {row.given} channels; selecting them"
-    times = faster(layer, made, shape, what, 'gather="always"')
-    if isinstance(times, str):
-        trace.tell(row.name, times)
-        return None
-    return replace(row, ms_before=times[0], ms_after=times[1])
+    """With the milliseconds of both layers, where the one that selects is the faster; else the trace knows."""
+    doing = f"reads {row.read} of {row.given} channels; selecting them"
+    times = faster(trace, row.name, layer, made, shape, doing, 'gather="always"')
+    return times and replace(row, ms_before=times[0], ms_after=times[1])
 
 
 def _rounded(read: Tensor, align: int) -> Tensor:

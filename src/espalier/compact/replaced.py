@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class Made:
 def replaced(
     original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, difference: Difference,
     trials: Sequence[Call], slack: float,
-    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: bool | str, rank_tol: float,
+    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: str, rank_tol: float,
 ) -> Made:  # fmt: skip
     """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
     made = Made(small, kept, difference, [], [])
@@ -42,7 +43,6 @@ def replaced(
         model, its = copy.deepcopy(small), copy.deepcopy(kept)
         rows = [row for select in selections for row in select(model, trace, found, its, gather, align, shapes)]
         if not rows:
-            made = replace(made, small=model)  # which remembers what was timed
             break
         try:
             checked = _checked(original, model, rows, trials, slack)
@@ -51,24 +51,23 @@ def replaced(
         else:
             made = Made(model, its, checked, rows, [])
             break
-    if not low_rank:
+    if low_rank == "never":
         return made
     pay = products(made.small, trace, rank_tol)
     if low_rank == "auto":
-        pay = [each for each in pay if _worthwhile(each, made.small, trace, shapes)]
+        pay = [timed for each in pay if (timed := _worthwhile(each, made.small, trace, shapes)) is not None]
     return _factored(original, made, pay, trace, trials, slack, rank_tol)
 
 
-def _worthwhile(product: Product, model: nn.Module, trace: Trace, shapes: Mapping[str, torch.Size]) -> bool:
-    """Whether the two layers are faster than the one; if not, the trace is told why."""
-    layer = model.get_submodule(product.place)
-    reader = next(r for r in trace.readers if r.module == product.name)
-    shape = list(shapes.get(product.name, reader.input_shape))
-    shape[reader.dim] = next(layer.parameters()).shape[1]
-    times = faster(layer, product.layers, shape, f"has rank {product.rank}; as two layers it", "low_rank=True")
-    if isinstance(times, str):
-        trace.tell(product.name, times)
-    return not isinstance(times, str)
+def _worthwhile(product: Product, model: nn.Module, trace: Trace, shapes: Mapping[str, torch.Size]) -> Product | None:
+    """With the milliseconds of the one layer and of the two, where these are faster; else the trace knows."""
+    row, reader = product.row, product.reader
+    layer: Any = model.get_submodule(product.place)
+    shape = list(shapes.get(row.name, reader.input_shape))
+    shape[reader.dim] = layer.weight.shape[1]
+    doing = f"has rank {row.rank}; making it two layers"
+    times = faster(trace, row.name, layer, product.layers, shape, doing, 'low_rank="always"')
+    return times and replace(product, row=replace(row, ms_before=times[0], ms_after=times[1]))
 
 
 def _factored(
@@ -89,7 +88,7 @@ def _factored(
             if len(some) > 1:
                 waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
             else:
-                trace.tell(some[0].name, f"stays one layer, for otherwise: {str(error).splitlines()[0]}")
+                trace.tell(some[0].row.name, f"stays one layer, for otherwise: {str(error).splitlines()[0]}")
         else:
             made = replace(made, small=model, kept=its, difference=checked, ranks=ranks)
     return made

@@ -40,11 +40,13 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class LowRankRow:
-    """A layer that became two: its rank, and the bound on what that changed."""
+    """A layer that became two: its rank, the bound on what that changed, and its latency before and after."""
 
     name: str
     rank: int
     bound: float
+    ms_before: float | None = None
+    ms_after: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,8 @@ class ShrinkReport:
         if rows:
             parts.append(table(("layer", "parameters", "bytes", "FLOPs", "ms"), rows))
         if self.low_rank:
-            parts.append(
-                table(("low rank", "rank", "bound"), [(x.name, x.rank, f"{x.bound:.1e}") for x in self.low_rank])
-            )
+            made = [(x.name, x.rank, f"{x.bound:.1e}", _ms(x.ms_before), _ms(x.ms_after)) for x in self.low_rank]
+            parts.append(table(("low rank", "rank", "bound", "ms before", "ms after"), made))
         if self.gathers:
             selected = [(x.name, x.given, x.read, _ms(x.ms_before), _ms(x.ms_after)) for x in self.gathers]
             parts.append(table(("gather", "from", "to", "ms before", "ms after"), selected))

@@ -87,30 +87,27 @@ def fold(model: nn.Module, reader: Reader, dropped: Tensor, trace: Trace | None 
 class Product:
     """Two layers for one of low rank."""
 
-    name: str  # of the layer in the dense model
+    row: LowRankRow
+    reader: Reader  # the layer, as it was traced
     place: str  # where it is
     layers: LowRank
-    bound: float
-
-    @property
-    def rank(self) -> int:
-        """Of the layer, and the width between the two."""
-        return self.layers.spec()["rank"]
 
 
 def products(model: nn.Module, trace: Trace, rtol: float) -> list[Product]:
     """Those that pay."""
     found = []
-    for name in dict.fromkeys(reader.module for reader in trace.readers if reader.module):
+    readers = {reader.module: reader for reader in reversed(trace.readers) if reader.module}
+    for name, reader in reversed(readers.items()):
         place = f"{name}.layer" if isinstance(model.get_submodule(name), Gather) else name
         layer: Any = model.get_submodule(place)
         if hooked(layer) or (made := factor(layer, rtol)) is None:
             continue
         # zero rows and columns lower the rank, too: a product would only do the work of a selection
         matrix = layer.weight.flatten(1) != 0
-        product = Product(name, place, *made)
-        if product.rank < min(matrix.any(0).sum(), matrix.any(1).sum()):
-            found.append(product)
+        layers, bound = made
+        rank = layers.spec()["rank"]
+        if rank < min(matrix.any(0).sum(), matrix.any(1).sum()):
+            found.append(Product(LowRankRow(name, rank, bound), reader, place, layers))
     return found
 
 
@@ -118,8 +115,8 @@ def put_products(model: nn.Module, chosen: Sequence[Product], kept: Kept) -> lis
     """Into the model, where the layers were."""
     for each in chosen:
         model.set_submodule(each.place, copy.deepcopy(each.layers))
-        kept.gone |= {f"{each.name}.weight", f"{each.name}.bias"}
-    return [LowRankRow(each.name, each.rank, each.bound) for each in chosen]
+        kept.gone |= {f"{each.row.name}.weight", f"{each.row.name}.bias"}
+    return [each.row for each in chosen]
 
 
 def hooked(module: nn.Module) -> bool:

@@ -57,7 +57,7 @@ def shrink(
     example_inputs: Inputs,
     *,
     gather: Literal["auto", "always", "never"] = "auto",
-    low_rank: bool | Literal["auto"] = True,
+    low_rank: bool | Literal["auto", "always", "never"] = "always",
     rank_tol: float | None = None,
     align: int | None = None,
     ignore: Sequence[str] = (),
@@ -76,8 +76,8 @@ def shrink(
     gather: where a layer does not read some channels that others read, let it select its inputs: "auto" where that was
         faster on this device with these inputs, by measurement.
     low_rank: make two layers of a Linear or convolution of rank r where r (m + n) < m n; "auto" where they were faster,
-        too, as with `gather`. `rank_tol` says which singular values count, relative to the largest: 1e-6 in float32,
-        unless given. The report bounds what was cut off.
+        too, as with `gather`; True and False are "always" and "never". `rank_tol` says which singular values count,
+        relative to the largest: 1e-6 in float32, unless given. The report bounds what was cut off.
     align: keep numbers of channels at multiples of this, by keeping some that are not needed. Unless given it is 8 on a
         CUDA device, where the few more channels cost less than an odd number, and 1 elsewhere.
     ignore: names of modules to leave alone, with the channels that they read.
@@ -90,7 +90,8 @@ def shrink(
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     if isinstance(also, Tensor | Mapping):
         raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
-    _check(model, (inputs, served), gather, low_rank, align, ignore)
+    factors = ("always" if low_rank else "never") if isinstance(low_rank, bool) else low_rank
+    _check(model, (inputs, served), {"gather": gather, "low_rank": factors}, align, ignore)
     align = align or (_ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
@@ -111,7 +112,7 @@ def shrink(
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
     small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
     made = replaced(
-        original, small, trace, found, kept, difference, trials, slack, gather, shapes, align, low_rank, rank_tol
+        original, small, trace, found, kept, difference, trials, slack, gather, shapes, align, factors, rank_tol
     )  # fmt: skip
     try:
         report = measure(
@@ -192,12 +193,7 @@ def _random(model: nn.Module, inputs: Call) -> list[Call]:
 
 
 def _check(
-    model: nn.Module,
-    inputs: Sequence[Call],
-    gather: str,
-    low_rank: bool | str,
-    align: int | None,
-    ignore: Sequence[str],
+    model: nn.Module, inputs: Sequence[Call], when: Mapping[str, str], align: int | None, ignore: Sequence[str]
 ) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
@@ -208,10 +204,9 @@ def _check(
         raise TypeError(f"the model is wrapped in {kind}: shrink model.module.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not a {kind}.")
-    if gather not in ("auto", "always", "never"):
-        raise ValueError(f'gather must be "auto", "always" or "never", not {gather!r}.')
-    if not isinstance(low_rank, bool) and low_rank != "auto":
-        raise ValueError(f'low_rank must be True, False or "auto", not {low_rank!r}.')
+    for option, value in when.items():
+        if value not in ("auto", "always", "never"):
+            raise ValueError(f'{option} must be "auto", "always" or "never", not {value!r}.')
     if align is not None and (not isinstance(align, int) or align < 1):
         raise ValueError(f"align must be a whole number, 1 or more, not {align!r}.")
     names = {name for name, _ in model.named_modules()}

@@ -75,9 +75,9 @@ class Trace:
 
     def tell(self, name: str, why: str) -> None:
         """One more reason for what stays there."""
-        known = self.kept.get(name)
-        if known is None or why not in known.split("; "):
-            self.kept[name] = why if known is None else f"{known}; {why}"
+        known = self.kept.get(name, "")
+        if why not in known:
+            self.kept[name] = f"{known}; {why}" if known else why
 
 
 class Tracer(TorchFunctionMode):
