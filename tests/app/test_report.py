@@ -642,6 +642,16 @@ def test_stages_are_where_the_learning_rate_falls(rates: list[list[float]], fall
     assert stages(runs) == falls
 
 
+def test_stages_fall_between_looks() -> None:
+    """Not at the look before: every 5 epochs of 10 steps, milestones at 12, 20, 22 and 24 epochs and one to come."""
+    rates = {5: 1.0, 10: 1.0, 15: 0.1, 20: 0.1, 25: 1e-4, 30: 1e-4}
+    looks = [Look(step=10 * epoch, epoch=float(epoch), lr=lr, weights={}) for epoch, lr in rates.items()]
+    info = Info(recipe="r", method="m", seed=0, status="running", metric="loss", better="min", milestones=[
+                120, 200, 220, 240, 400], structure="low_rank_level", total_steps=500)  # fmt: skip
+    run = Run(path=Path("0"), info=info, looks=looks, layers=[], shrunk=None)
+    assert stages([run]) == (12.0, 20.0, 22.0, 24.0)
+
+
 def test_thinning_keeps_the_ends_and_the_spikes() -> None:
     x = np.arange(5000.0)
     y = np.sin(x / 300)

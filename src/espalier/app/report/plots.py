@@ -139,9 +139,17 @@ def _scale(data: list[Line]) -> Literal["linear", "log"]:
 
 def stages(runs: list[Run]) -> tuple[float, ...]:
     """The epochs after which the learning rate fell by half or more at once, in every run that has come so far."""
-    falls = []
-    for run in runs:
-        rates = [(look.epoch, look.lr) for look in run.looks if look.lr]
-        falls.append(({a[0] for a, b in pairwise(rates) if b[1] <= 0.5 * a[1]}, run.last.epoch))
+    falls = [(_falls(run), run.last.epoch) for run in runs]
     candidates: set[float] = set().union(*(own for own, _ in falls))
     return tuple(sorted(x for x in candidates if all(x in own or x >= last for own, last in falls)))
+
+
+def _falls(run: Run) -> set[float]:
+    """At the milestones between two looks; at the first of these where none is known."""
+    found: set[float] = set()
+    rates = [(look, look.lr) for look in run.looks if look.lr]
+    for (a, before), (b, after) in pairwise(rates):
+        if after <= 0.5 * before:
+            here = [step for step in run.info.milestones if a.step <= step < b.step]
+            found |= {round(b.epoch * step / b.step, 6) for step in here} or {a.epoch}
+    return found

@@ -46,6 +46,7 @@ class Info(Part):
     environment: dict[str, Any] = {}
     paper: Paper | None = None
     total_steps: int
+    milestones: list[int] = []
     seconds: float | None = None
     command: str = ""
 
