@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import espalier
 from espalier.app.deliver import Delivered, open_delivered
+from espalier.app.models.linear import logreg, mlp
 from espalier.app.models.resnet import resnet50
 from espalier.app.models.simmim import vit_mim
 from espalier.app.models.tacotron2 import Tacotron2
@@ -45,12 +46,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], float | None]] = {
     "resnet50": (resnet50, 0.82),
     "tacotron2": (lambda: Tacotron2(symbols=40), 0.529),
     "vit": (vit_mim, None),
+    "mlp": (mlp, None),
+    "logreg": (logreg, None),
 }
 
 
 def inputs(network: str, batch: int, device: str) -> tuple[Tensor, ...]:
     if network != "tacotron2":
-        images = torch.randn(batch, 3, 32, 32, device=device)
+        images = torch.randn(batch, *((1, 28, 28) if network in ("mlp", "logreg") else (3, 32, 32)), device=device)
         return (images, torch.rand(batch, 64, device=device) < 0.6) if network == "vit" else (images,)
     symbols, frames = 40, 100
     text, mel = torch.randint(40, (batch, symbols)), torch.randn(batch, 80, frames)
@@ -94,6 +97,8 @@ def structured(network: str, profile: str | Path, device: str) -> tuple[nn.Modul
         numbers = [min(round(rate * w.shape[1]), w.shape[1] - 1) for w, rate in shares]
     zero = 0
     for w, number in zip(weights, numbers, strict=True):
+        if not w.any():  # logistic regression starts there
+            w.normal_(std=w.shape[1] ** -0.5)
         w[:, torch.randperm(w.shape[1])[:number]] = 0
         zero += number * w[:, 0].numel()
     return model.to(device), zero / sum(w.numel() for w in weights)
@@ -167,7 +172,7 @@ def main() -> None:
     models.add_argument("--networks", nargs="+", choices=NETWORKS, default=paper)
     models.add_argument("--runs", type=Path, nargs="+", help="trained runs; needs --out, and --data but for digits")
     parser.add_argument("--data", type=Path, help="where the data of --runs are")
-    parser.add_argument("--like", type=Path, help="structure.json of a run of the one network")
+    parser.add_argument("--like", type=Path, nargs="+", help="structure.json of runs of the one network")
     when = ("never", "auto", "always")
     parser.add_argument("--gather", nargs="+", default=when, choices=when, help="but for VGG19, where no layer could")
     parser.add_argument("--low-rank", nargs="+", default=["always"], choices=when, help="where layers become two")
@@ -177,7 +182,7 @@ def main() -> None:
     if args.like and (args.runs or len(args.networks) > 1):
         parser.error("--like is of one network: name it by --networks")
     if not args.like and not set(args.networks) <= set(paper):
-        parser.error("the paper has no share of zeros for a vit: give a run's by --like")
+        parser.error("the paper has no share of zeros for these: give a run's by --like")
     if args.runs and not args.out:
         parser.error("the file without --out is of made-up zeros: say where --runs go")
     batches = args.batches or [1, 256 if args.device == "cuda" else 64]
@@ -185,7 +190,7 @@ def main() -> None:
         opened = [open_delivered(path, torch.device(args.device)) for path in args.runs]
         found = (trained(run, args.data, batches) for run in opened)
     else:
-        profiles = [args.like] if args.like else ["even", "late"]
+        profiles = args.like or ["even", "late"]
         found = (made_up(network, profiles, batches, args.device) for network in args.networks)
     rows: list[dict[str, Any]] = []
     for case in itertools.chain.from_iterable(found):
