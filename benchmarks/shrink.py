@@ -54,6 +54,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], float | None]] = {
 def inputs(network: str, batch: int, device: str) -> tuple[Tensor, ...]:
     if network != "tacotron2":
         images = torch.randn(batch, *((1, 28, 28) if network in ("mlp", "logreg") else (3, 32, 32)), device=device)
+        if images.is_cuda:  # as the command's data are there
+            images = images.contiguous(memory_format=torch.channels_last)
         return (images, torch.rand(batch, 64, device=device) < 0.6) if network == "vit" else (images,)
     symbols, frames = 40, 100
     text, mel = torch.randint(40, (batch, symbols)), torch.randn(batch, 80, frames)

@@ -96,8 +96,11 @@ class Product:
 def products(model: nn.Module, trace: Trace, rtol: float) -> list[Product]:
     """Those that pay."""
     found = []
-    readers = {reader.module: reader for reader in reversed(trace.readers) if reader.module}
-    for name, reader in reversed(readers.items()):
+    readers: dict[str, Reader] = {}
+    for reader in trace.readers:
+        if reader.module:
+            readers.setdefault(reader.module, reader)
+    for name, reader in readers.items():
         place = f"{name}.layer" if isinstance(model.get_submodule(name), Gather) else name
         layer: Any = model.get_submodule(place)
         if hooked(layer) or (made := factor(layer, rtol)) is None:
