@@ -19,6 +19,7 @@ from espalier.app.models.vgg import VGG19
 from espalier.compact import timing
 from espalier.compact.attention import HeadAttention
 from espalier.compact.layers import Gather, LowRank
+from espalier.compact.trace import Trace
 
 QUICK = {"latency": False, "gather": "never"}
 
@@ -483,6 +484,35 @@ def test_two_layers_are_timed_with_what_they_will_read(gone: bool, monkeypatch: 
     assert [row.name for row in found.report.gathers] == ([] if gone else ["some"])
     assert [(row.rank, row.ms_before) for row in found.report.low_rank] == [(4, 2.0)]
     assert error(model, found.model, (inputs,)) < 1e-5
+
+
+class InSteps(nn.Module):
+    """A layer that is called once on few rows, and on many more than once, in unlike parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(30, 30)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.randn(30, 4) @ torch.randn(4, 30) / 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.split([1, len(x) - 3, 2]) if len(x) > 3 else [x]
+        return torch.cat([self.layer(part) for part in parts])
+
+
+def test_a_layer_is_timed_with_the_largest_of_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(timing, "_milliseconds", lambda _, __, x: seen.append(tuple(x.shape)) or (1.0, 1.0))
+    espalier.shrink(InSteps(), torch.randn(2, 30), latency=False, low_rank="auto", timed=torch.randn(9, 30))
+    assert seen == [(6, 30)]
+
+
+def test_a_reason_is_told_once() -> None:
+    trace = Trace()
+    for why in ("has rank 4; two layers gain nothing", "is read", "has rank 4; two layers gain nothing"):
+        trace.tell("fc", why)
+    assert trace.kept == {"fc": "has rank 4; two layers gain nothing; is read"}
 
 
 def test_a_layer_whose_bias_comes_before_its_weight() -> None:
