@@ -18,7 +18,7 @@ import zoo
 from espalier.app.models.vgg import VGG19
 from espalier.compact import timing
 from espalier.compact.attention import HeadAttention
-from espalier.compact.layers import Gather, LowRank
+from espalier.compact.layers import Gather, LowRank, channels_last
 from espalier.compact.trace import Trace
 
 QUICK = {"latency": False, "gather": "never"}
@@ -506,6 +506,63 @@ def test_a_layer_is_timed_with_the_largest_of_what_it_is_given(monkeypatch: pyte
     monkeypatch.setattr(timing, "_milliseconds", lambda _, __, x: seen.append(tuple(x.shape)) or (1.0, 1.0))
     espalier.shrink(InSteps(), torch.randn(2, 30), latency=False, low_rank="auto", timed=torch.randn(9, 30))
     assert seen == [(6, 30)]
+
+
+class Skips(nn.Module):
+    """Channels that one convolution does not read, and the sum does."""
+
+    def __init__(self, conv: type[nn.Module] = nn.Conv2d) -> None:
+        super().__init__()
+        self.some = conv(12, 12, 3, padding=1)
+        self.next = conv(12, 12, 1)
+        with torch.no_grad():
+            self.some.weight[:, 3:11] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.next(self.some(x)) + x
+        return y
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "as usual"])
+@pytest.mark.parametrize("conv", [nn.Conv2d, nn.Conv3d])
+def test_a_selection_lies_in_memory_as_what_it_is_of(conv: type[nn.Module], last: bool) -> None:
+    """A GPU runs the layers after it slower otherwise, in all the rest of a residual network."""
+    torch.manual_seed(0)
+    size = (2, 12, *((5,) * (2 if conv is nn.Conv2d else 3)))
+    x, model = torch.randn(size), Skips(conv)
+    if last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    small = espalier.shrink(model, x, latency=False, gather="always").model
+    read: list[Tensor] = []
+    small.some.layer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    with torch.no_grad():
+        torch.testing.assert_close(small(x), model(x))
+    assert read[0].shape[1] == 4
+    assert channels_last(read[0]) == last
+    assert read[0].is_contiguous() != last
+
+
+def test_a_model_that_selects_can_be_traced() -> None:
+    torch.manual_seed(0)
+    model = Skips()
+    small = espalier.shrink(model, torch.randn(2, 12, 5, 5), latency=False, gather="always").model
+    x = torch.randn(3, 12, 6, 6)
+    for lies in (torch.contiguous_format, torch.channels_last):
+        x = x.contiguous(memory_format=lies)
+        for traced in (torch.fx.symbolic_trace(small), torch.export.export(small, (x,)).module()):
+            torch.testing.assert_close(traced(x), model(x))
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "as usual"])
+def test_a_layer_is_timed_as_its_inputs_lie_in_memory(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    seen: list[tuple[tuple[int, ...], bool]] = []
+    monkeypatch.setattr(
+        timing, "_milliseconds", lambda _, __, x: seen.append((tuple(x.shape), channels_last(x))) or (1.0, 1.0)
+    )
+    x = torch.randn(2, 12, 5, 5).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    espalier.shrink(Skips(), x, latency=False, gather="auto")
+    assert seen == [((2, 12, 5, 5), last)]
 
 
 def test_a_reason_is_told_once() -> None:

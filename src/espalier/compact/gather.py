@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from espalier.compact.cells import GatherCell
@@ -15,15 +14,15 @@ from espalier.compact.layers import Gather
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
 from espalier.compact.rewrite import Kept, fix_sizes, fold, hooked
-from espalier.compact.timing import faster
+from espalier.compact.timing import Given, faster
 from espalier.compact.trace import Reader, Trace
 
 
 def gather_inputs(
-    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, shapes: Mapping[str, torch.Size]
+    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, inputs: Mapping[str, Given]
 ) -> list[GatherRow]:  # fmt: skip
     """Where it pays, or always: name, inputs before and after, milliseconds before and after. Layers are timed with
-    inputs of these shapes, or else of those that were traced."""
+    such inputs, or else of the shapes that were traced."""
     rows: list[GatherRow] = []
     for reader in trace.readers:
         if not reader.module:  # nothing can stand in the place of the model itself
@@ -47,10 +46,9 @@ def gather_inputs(
         made = Gather(smaller, reader.dim, index.to(layer.weight.device))
         if not inside and _bytes(made) >= _bytes(layer):
             continue
-        shape = list(shapes.get(reader.module, reader.input_shape))
-        shape[reader.dim] = len(here)
+        given = inputs.get(reader.module, Given(tuple(reader.input_shape))).of(len(here), reader.dim)
         found = GatherRow(reader.module, len(here), len(index))
-        row = found if inside or gather == "always" else _worthwhile(found, layer, made, shape, trace)
+        row = found if inside or gather == "always" else _worthwhile(found, layer, made, given, trace)
         if row is None:
             continue
         kept.narrow(reader.weight, dim, index)
@@ -67,7 +65,7 @@ def gather_inputs(
 
 
 def gather_cells(
-    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, shapes: Mapping[str, torch.Size]
+    model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, inputs: Mapping[str, Given]
 ) -> list[GatherRow]:  # fmt: skip
     """Recurrent cells, which select from their inputs and from their own units."""
     rows = []
@@ -80,10 +78,10 @@ def gather_cells(
         made = GatherCell(cell, *indices)
         if _bytes(made) >= _bytes(cell):
             continue
-        shape = [*shapes.get(name, readers[0].input_shape)[:-1], cell.input_size]
+        given = inputs.get(name, Given(tuple(readers[0].input_shape))).of(cell.input_size, -1)
         found = GatherRow(name, sum(map(len, reads)), sum(map(len, indices)))
         selects = isinstance(cell, GatherCell)
-        row = found if selects or gather == "always" else _worthwhile(found, cell, made, shape, trace)
+        row = found if selects or gather == "always" else _worthwhile(found, cell, made, given, trace)
         if row is None:
             continue
         for reader, index in zip(readers, indices, strict=True):
@@ -98,12 +96,10 @@ def _bytes(module: nn.Module) -> int:
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
-def _worthwhile(
-    row: GatherRow, layer: nn.Module, made: nn.Module, shape: Sequence[int], trace: Trace
-) -> GatherRow | None:
+def _worthwhile(row: GatherRow, layer: nn.Module, made: nn.Module, given: Given, trace: Trace) -> GatherRow | None:
     """With the milliseconds of both layers, where the one that selects is the faster; else the trace knows."""
     doing = f"reads {row.read} of {row.given} channels; selecting them"
-    times = faster(trace, row.name, layer, made, shape, doing, 'gather="always"')
+    times = faster(trace, row.name, layer, made, given, doing, 'gather="always"')
     return times and replace(row, ms_before=times[0], ms_after=times[1])
 
 

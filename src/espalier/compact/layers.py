@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Self, TypeGuard
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -15,6 +16,19 @@ def _factors(layer: nn.Module) -> TypeGuard[nn.Linear | _ConvNd]:
     # Exactly these: a subclass may compute something else, or be read past its forward, as MultiheadAttention does.
     exact = type(layer) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return exact and (not isinstance(layer, _ConvNd) or layer.groups == 1)
+
+
+def channels_last(x: Tensor) -> bool:
+    """Whether the channels of images, or of volumes, lie side by side in memory."""
+    return x.dim() > 3 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+@torch.fx.wrap  # it asks where x lies, which a symbolic trace can't know
+def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """x[index along dim], which lies in memory as x does: index_select ends channels last, for all layers after it."""
+    if dim % x.dim() == 1 and channels_last(x):
+        return x.movedim(1, -1).index_select(-1, index).movedim(-1, 1)
+    return x.index_select(dim, index)
 
 
 class Gather(nn.Module):
@@ -40,7 +54,7 @@ class Gather(nn.Module):
         return {"dim": self.dim, "entries": len(self.index)}
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x.index_select(self.dim, self.index))
+        y: Tensor = self.layer(select(x, self.dim, self.index))
         return y
 
     def extra_repr(self) -> str:

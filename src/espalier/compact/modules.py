@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.cells import CELLS, Cell, GatherCell
-from espalier.compact.layers import Gather
+from espalier.compact.layers import Gather, select
 from espalier.compact.rules.products import columns_of, constants_of, give
 from espalier.compact.trace import Reader, Tracer, tensors_in
 
@@ -165,7 +165,7 @@ def _gather(
             columns = tracer.label(x).flatten()[:0]
         tracer.trace.gathers[f"{name}.index"] = columns
         tag, index = tracer.tag(x), module.index.cpu()
-        selected = x.index_select(module.dim, module.index)
+        selected = select(x, module.dim, module.index)
         tracer.set(selected, *(t.index_select(module.dim, index) for t in (tag.label, tag.constant)))
     return module.layer(selected)
 

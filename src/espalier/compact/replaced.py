@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from espalier.compact.examples import Call
@@ -16,7 +15,7 @@ from espalier.compact.gather import gather_cells, gather_inputs
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow, LowRankRow
 from espalier.compact.rewrite import Kept, Product, products, put_products
-from espalier.compact.timing import faster
+from espalier.compact.timing import Given, faster
 from espalier.compact.trace import Trace
 from espalier.compact.verify import Difference, ShrinkError, check
 
@@ -35,13 +34,13 @@ class Made:
 def replaced(
     original: nn.Module, small: nn.Module, trace: Trace, found: Plan, kept: Kept, difference: Difference,
     trials: Sequence[Call], slack: float,
-    gather: str, shapes: Mapping[str, torch.Size], align: int, low_rank: str, rank_tol: float,
+    gather: str, inputs: Mapping[str, Given], align: int, low_rank: str, rank_tol: float,
 ) -> Made:  # fmt: skip
     """With layers that select their inputs, and products of low rank; without, where the model does not bear it."""
     made = Made(small, kept, difference, [], [])
     for selections in ((gather_cells, gather_inputs), (gather_inputs,)) if gather != "never" else ():
         model, its = copy.deepcopy(small), copy.deepcopy(kept)
-        rows = [row for select in selections for row in select(model, trace, found, its, gather, align, shapes)]
+        rows = [row for select in selections for row in select(model, trace, found, its, gather, align, inputs)]
         if not rows:
             break
         try:
@@ -55,18 +54,17 @@ def replaced(
         return made
     pay = products(made.small, trace, rank_tol)
     if low_rank == "auto":
-        pay = [timed for each in pay if (timed := _worthwhile(each, made.small, trace, shapes)) is not None]
+        pay = [timed for each in pay if (timed := _worthwhile(each, made.small, trace, inputs)) is not None]
     return _factored(original, made, pay, trace, trials, slack, rank_tol)
 
 
-def _worthwhile(product: Product, model: nn.Module, trace: Trace, shapes: Mapping[str, torch.Size]) -> Product | None:
+def _worthwhile(product: Product, model: nn.Module, trace: Trace, inputs: Mapping[str, Given]) -> Product | None:
     """With the milliseconds of the one layer and of the two, where these are faster; else the trace knows."""
     row, reader = product.row, product.reader
     layer: Any = model.get_submodule(product.place)
-    shape = list(shapes.get(row.name, reader.input_shape))
-    shape[reader.dim] = layer.weight.shape[1]
+    given = inputs.get(row.name, Given(tuple(reader.input_shape))).of(layer.weight.shape[1], reader.dim)
     doing = f"has rank {row.rank}; making it two layers"
-    times = faster(trace, row.name, layer, product.layers, shape, doing, 'low_rank="always"')
+    times = faster(trace, row.name, layer, product.layers, given, doing, 'low_rank="always"')
     return times and replace(product, row=replace(row, ms_before=times[0], ms_after=times[1]))
 
 

@@ -19,7 +19,7 @@ from espalier.compact.plan import Plan, plan, shared_folds
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
-from espalier.compact.timing import input_shapes
+from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer, tensors_in
 from espalier.compact.verify import Difference, ShrinkError, check, outputs
 
@@ -98,12 +98,12 @@ def shrink(
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
     original = _copied(model).eval()  # a model may write into its buffers
-    given, shapes = "example inputs", {}
+    given = "example inputs"
     try:
-        outputs(original, inputs)
+        layers = inputs_given(original, inputs)
         if timed is not None:
             given = "inputs to time it with"
-            shapes = input_shapes(original, served)
+            layers = inputs_given(original, served)
     except Exception as error:
         raise ShrinkError(f"the model itself fails on the {given}: {type(error).__name__}: {error}") from error
     _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
@@ -112,7 +112,7 @@ def shrink(
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
     small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
     made = replaced(
-        original, small, trace, found, kept, difference, trials, slack, gather, shapes, align, factors, rank_tol
+        original, small, trace, found, kept, difference, trials, slack, gather, layers, align, factors, rank_tol
     )  # fmt: skip
     try:
         report = measure(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from espalier.compact.layers import channels_last
 from espalier.compact.trace import Trace
 from espalier.compact.verify import outputs
 
@@ -21,15 +22,33 @@ _GAIN = 0.05
 _measured: dict[tuple[object, ...], tuple[float, float]] = {}
 
 
+class Given(NamedTuple):
+    """What a layer is given, but for the values."""
+
+    shape: tuple[int, ...]
+    channels_last: bool = False
+
+    def of(self, channels: int, dim: int) -> Given:
+        """The same with so many channels, which are in this dimension."""
+        shape = list(self.shape)
+        shape[dim] = channels
+        return self._replace(shape=tuple(shape))
+
+    def zeros(self, like: Tensor) -> Tensor:
+        """Of the dtype and on the device of `like`."""
+        x = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
+        return x.movedim(1, -1).contiguous().movedim(-1, 1) if self.channels_last else x
+
+
 def faster(
-    trace: Trace, name: str, layer: nn.Module, made: nn.Module, shape: Sequence[int], doing: str, option: str
+    trace: Trace, name: str, layer: nn.Module, made: nn.Module, given: Given, doing: str, option: str
 ) -> tuple[float, float] | None:
-    """Milliseconds of a layer and of the one made for it, on inputs of this shape, where that gains enough. If not, the
+    """Milliseconds of a layer and of the one made for it, on what they are given, where that gains enough. If not, the
     trace is told what was not worth `doing`, and that `option` does it all the same."""
     like = next(layer.parameters())
-    key = (repr(layer), repr(made), *shape, like.dtype, like.device, torch.get_num_threads())
+    key = (repr(layer), repr(made), given, like.dtype, like.device, torch.get_num_threads())
     if key not in _measured:
-        _measured[key] = _milliseconds(layer, made, torch.zeros(*shape).to(like))
+        _measured[key] = _milliseconds(layer, made, given.zeros(like))
     before, after = _measured[key]
     if after <= (1 - _GAIN) * before:
         return before, after
@@ -53,13 +72,14 @@ def _milliseconds(plain: nn.Module, made: nn.Module, x: Tensor) -> tuple[float, 
     return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
 
-def input_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, torch.Size]:
+def inputs_given(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Given]:
     """The largest that each module is given first, when the model runs on these."""
-    shapes: dict[str, torch.Size] = {}
+    found: dict[str, Given] = {}
 
     def note(name: str, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            shapes[name] = max(shapes.get(name, args[0].shape), args[0].shape, key=torch.Size.numel)
+        if args and isinstance(x := args[0], Tensor):
+            seen = Given(tuple(x.shape), channels_last(x))
+            found[name] = max(found.get(name, seen), seen, key=lambda given: math.prod(given.shape))
 
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
@@ -70,4 +90,4 @@ def input_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, torch.S
     finally:
         for hook in hooks:
             hook.remove()
-    return shapes
+    return found
