@@ -129,8 +129,9 @@ def test_a_run_of_replays_ends_like_one_of_steps(method: str, precision: str, tm
     """Through stages, smaller batches and looks at the structured point."""
     # learning rates that float32 has exactly, for a graph's are such
     adamw = "methods.adamw={optimizer: adamw, lr: 0.0009765625}"
-    waits = "methods.waits={optimizer: ramda, lr: 0.0078125, lam: 0.001, solver: {name: pg}}"  # the optimizer's step
-    nuclear = "methods.nuclear={optimizer: ramda, lr: 0.0078125, lam: 0.001}"
+    ramda = "optimizer: ramda, lr: 0.0078125, lam: 0.001, momentum: 0.75"
+    waits = f"methods.waits={{{ramda}, solver: {{name: pg}}}}"  # the optimizer's step
+    nuclear = f"methods.nuclear={{{ramda}}}"
     changes = (adamw, waits, nuclear, f"penalty={'nuclear-norm' if method == 'nuclear' else 'group-lasso'}")
     changes = (*changes, "methods.dense.lr=0.125", "gamma=0.5", f"mixed_precision={precision}")
     ends = []
