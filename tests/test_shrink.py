@@ -18,7 +18,7 @@ import zoo
 from espalier.app.models.vgg import VGG19
 from espalier.compact import timing
 from espalier.compact.attention import HeadAttention
-from espalier.compact.layers import Gather, LowRank, channels_last
+from espalier.compact.layers import Gather, LowRank, channels_last, select
 from espalier.compact.trace import Trace
 
 QUICK = {"latency": False, "gather": "never"}
@@ -540,6 +540,46 @@ def test_a_selection_lies_in_memory_as_what_it_is_of(conv: type[nn.Module], last
     assert read[0].shape[1] == 4
     assert channels_last(read[0]) == last
     assert read[0].is_contiguous() != last
+
+
+@pytest.mark.parametrize("conv", [nn.Conv2d, nn.Conv3d])
+def test_weights_stay_channels_last(conv: type[nn.Module]) -> None:
+    """And their optimizer's state: removed inputs and outputs, selected ones, two layers for one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(12, 9, 3), nn.ReLU(), conv(9, 12, 3), Skips(conv), conv(12, 20, 3, padding=1))
+    with torch.no_grad():
+        model[2].weight[:, :4] = 0
+        flat = model[4].weight.flatten(1)
+        model[4].weight.copy_((torch.randn(20, 2) @ flat[:2]).view_as(model[4].weight))
+    model.to(memory_format=torch.channels_last if conv is nn.Conv2d else torch.channels_last_3d)
+    x = torch.randn(2, 12, *((9,) * (2 if conv is nn.Conv2d else 3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    found = espalier.shrink(model, x, latency=False, gather="always")
+    assert found.model[2].weight.shape[1] == 5
+    assert found.model[3].some.layer.weight.shape[1] == 4
+    assert found.report.low_rank
+    weights = [m.weight for m in found.model.modules() if isinstance(m, conv) and m.weight.shape[2] > 1]
+    assert len(weights) == 4
+    assert all(map(channels_last, weights))
+    kept = found.optimizer(optimizer).state
+    assert all(map(channels_last, (state["exp_avg"] for p, state in kept.items() if p.dim() > 1 and p.shape[2] > 1)))
+    assert error(model, found.model, (x,)) < 1e-5
+
+
+def test_selections_of_every_dimension() -> None:
+    torch.manual_seed(0)
+    index = torch.tensor([2, 0, 1])
+    for sizes in ((3, 4, 5, 6), (3, 4, 5, 6, 7)):
+        turned = torch.randn(sizes).transpose(1, -1).contiguous().transpose(1, -1)
+        for x in (turned, torch.randn(sizes).movedim(1, -1).contiguous().movedim(-1, 1), torch.randn(sizes)):
+            for dim in range(-len(sizes), len(sizes)):
+                assert torch.equal(select(x, dim, index), x.index_select(dim, index))
+                assert channels_last(select(x, dim, index)) == channels_last(x)
+    # of sequences there is no such layout: torch takes them as they were transposed
+    assert not channels_last(torch.randn(2, 5, 4).transpose(1, 2))
 
 
 def test_a_model_that_selects_can_be_traced() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from espalier.compact.cells import GatherCell
-from espalier.compact.layers import Gather
+from espalier.compact.layers import Gather, select
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
 from espalier.compact.rewrite import Kept, fix_sizes, fold, hooked
@@ -38,7 +38,7 @@ def gather_inputs(
         smaller = copy.deepcopy(layer)
         _take_up(smaller, reader, plan, here, read)
         dim = 0 if reader.transposed else 1
-        weight = nn.Parameter(layer.weight.detach().index_select(dim, index.to(layer.weight.device)))
+        weight = nn.Parameter(select(layer.weight.detach(), dim, index.to(layer.weight.device)))
         smaller.weight = weight.requires_grad_(layer.weight.requires_grad)
         fix_sizes(smaller)
         parent = model.get_submodule(reader.module.rpartition(".")[0])

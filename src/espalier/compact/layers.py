@@ -25,10 +25,11 @@ def channels_last(x: Tensor) -> bool:
 
 @torch.fx.wrap  # it asks where x lies, which a symbolic trace can't know
 def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """x[index along dim], which lies in memory as x does: index_select ends channels last, for all layers after it."""
-    if dim % x.dim() == 1 and channels_last(x):
-        return x.movedim(1, -1).index_select(-1, index).movedim(-1, 1)
-    return x.index_select(dim, index)
+    """x[index along dim], in memory as x is: index_select gives channels last up, and so would all layers after it."""
+    if not channels_last(x):
+        return x.index_select(dim, index)
+    dim = dim % x.dim()
+    return x.movedim(1, -1).index_select(-1 if dim == 1 else max(0, dim - 1), index).movedim(-1, 1)
 
 
 class Gather(nn.Module):
@@ -87,7 +88,11 @@ class LowRank(nn.Module):
             window = {k: getattr(layer, k) for k in ("stride", "padding", "dilation", "padding_mode")}
             first = kind(layer.in_channels, rank, layer.kernel_size, bias=False, **window, **like)
             second = kind(rank, layer.out_channels, 1, bias=bias, **like)
-        return cls(first, second).to_empty(device=layer.weight.device).train(layer.training)
+        made = cls(first, second).to_empty(device=layer.weight.device).train(layer.training)
+        if channels_last(layer.weight):
+            whole: Any = made
+            whole.to(memory_format=torch.channels_last if layer.weight.dim() == 4 else torch.channels_last_3d)
+        return made
 
     def spec(self) -> dict[str, int]:
         """What `empty` needs."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from espalier.compact.layers import select
 from espalier.compact.rewrite import Kept
 from espalier.compact.trace import get
 from espalier.groupings import partition_of
@@ -91,5 +92,5 @@ def _sliced(key: str, value: Any, p: Tensor, index: dict[int, Tensor]) -> Any:
                              "it cannot be cut to what is left.")  # fmt: skip
         return value.clone()
     for dim, kept in index.items():
-        value = value.index_select(dim, kept.to(value.device))
+        value = select(value, dim, kept.to(value.device))
     return value.clone(memory_format=torch.preserve_format)

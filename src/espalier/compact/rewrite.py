@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.cells import CELLS, GatherCell
-from espalier.compact.layers import Gather, LowRank, factor
+from espalier.compact.layers import Gather, LowRank, factor, select
 from espalier.compact.plan import Plan
 from espalier.compact.report import LowRankRow
 from espalier.compact.trace import Reader, Split, Trace, get
@@ -44,7 +44,7 @@ def remove(model: nn.Module, trace: Trace, plan: Plan, kept: Kept) -> bool:
         if len(index) < len(labels):
             removed = True
             kept.narrow(name, dim, index)
-            _assign(model, name, get(model, name).index_select(dim, index.to(get(model, name).device)))
+            _assign(model, name, select(get(model, name), dim, index.to(get(model, name).device)))
     for name, labels in trace.gathers.items():
         _select_anew(model, name, plan.stays(labels))
     for split in trace.splits:
