@@ -523,23 +523,23 @@ class Skips(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["channels last", "as usual"])
+@pytest.mark.parametrize("lies", [True, False], ids=["channels last", "as usual"])
 @pytest.mark.parametrize("conv", [nn.Conv2d, nn.Conv3d])
-def test_a_selection_lies_in_memory_as_what_it_is_of(conv: type[nn.Module], last: bool) -> None:
+def test_a_selection_lies_in_memory_as_what_it_is_of(conv: type[nn.Module], lies: bool) -> None:
     """A GPU runs the layers after it slower otherwise, in all the rest of a residual network."""
     torch.manual_seed(0)
     size = (2, 12, *((5,) * (2 if conv is nn.Conv2d else 3)))
     x, model = torch.randn(size), Skips(conv)
-    if last:
-        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    if lies:
+        x = last(x)
     small = espalier.shrink(model, x, latency=False, gather="always").model
     read: list[Tensor] = []
     small.some.layer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
     with torch.no_grad():
         torch.testing.assert_close(small(x), model(x))
     assert read[0].shape[1] == 4
-    assert channels_last(read[0]) == last
-    assert read[0].is_contiguous() != last
+    assert channels_last(read[0]) == lies
+    assert read[0].is_contiguous() != lies
 
 
 @pytest.mark.parametrize("conv", [nn.Conv2d, nn.Conv3d])
@@ -569,15 +569,27 @@ def test_weights_stay_channels_last(conv: type[nn.Module]) -> None:
     assert error(model, found.model, (x,)) < 1e-5
 
 
-def test_selections_of_every_dimension() -> None:
+def last(x: Tensor) -> Tensor:
+    """Channels last."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 5, 6), (3, 4, 5, 6, 7), (3, 4, 1, 1)])
+def test_selections_of_every_dimension(sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    index = torch.tensor([2, 0, 1])
-    for sizes in ((3, 4, 5, 6), (3, 4, 5, 6, 7)):
-        turned = torch.randn(sizes).transpose(1, -1).contiguous().transpose(1, -1)
-        for x in (turned, torch.randn(sizes).movedim(1, -1).contiguous().movedim(-1, 1), torch.randn(sizes)):
-            for dim in range(-len(sizes), len(sizes)):
-                assert torch.equal(select(x, dim, index), x.index_select(dim, index))
-                assert channels_last(select(x, dim, index)) == channels_last(x)
+    x = torch.randn(sizes)
+    wide = last(torch.randn(3, 8, *sizes[2:]))
+    turned = x.transpose(1, -1).contiguous().transpose(1, -1)
+    cases = ((x, False), (turned, False), (last(x), True), (wide.chunk(2, 1)[1], True), (last(x)[::2], True))
+    for x, lies in cases:
+        assert channels_last(x) == lies or sizes[-1] == 1
+        for dim in range(-len(sizes), len(sizes)):
+            index = torch.arange(x.shape[dim]).flip(0)[:3]
+            found = select(x, dim, index)
+            assert torch.equal(found, x.index_select(dim, index))
+            assert channels_last(found) == channels_last(x)
+        with pytest.raises(IndexError):
+            select(x, len(sizes), index)
     # of sequences there is no such layout: torch takes them as they were transposed
     assert not channels_last(torch.randn(2, 5, 4).transpose(1, 2))
 
@@ -586,23 +598,61 @@ def test_a_model_that_selects_can_be_traced() -> None:
     torch.manual_seed(0)
     model = Skips()
     small = espalier.shrink(model, torch.randn(2, 12, 5, 5), latency=False, gather="always").model
+    sizes = {"x": {0: torch.export.Dim("batch"), 2: torch.export.Dim("height"), 3: torch.export.Dim("width")}}
     x = torch.randn(3, 12, 6, 6)
-    for lies in (torch.contiguous_format, torch.channels_last):
-        x = x.contiguous(memory_format=lies)
-        for traced in (torch.fx.symbolic_trace(small), torch.export.export(small, (x,)).module()):
-            torch.testing.assert_close(traced(x), model(x))
+    for shown in (x, last(x)):
+        exported = torch.export.export(small, (shown,), dynamic_shapes=sizes).module()
+        for traced in (torch.fx.symbolic_trace(small), exported):
+            for other in (x, last(x), last(torch.randn(1, 12, 4, 9))):
+                torch.testing.assert_close(traced(other), model(other))
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["channels last", "as usual"])
-def test_a_layer_is_timed_as_its_inputs_lie_in_memory(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+class ByKeyword(Skips):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.next(self.some(input=x)) + x
+        return y
+
+
+@pytest.mark.parametrize("lies", [True, False], ids=["channels last", "as usual"])
+@pytest.mark.parametrize("kind", [Skips, ByKeyword])
+@pytest.mark.parametrize("served", [True, False])
+def test_a_layer_is_timed_as_its_inputs_lie_in_memory(
+    kind: type[nn.Module], lies: bool, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    seen: list[tuple[tuple[int, ...], bool]] = []
-    monkeypatch.setattr(
-        timing, "_milliseconds", lambda _, __, x: seen.append((tuple(x.shape), channels_last(x))) or (1.0, 1.0)
-    )
-    x = torch.randn(2, 12, 5, 5).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    espalier.shrink(Skips(), x, latency=False, gather="auto")
-    assert seen == [((2, 12, 5, 5), last)]
+    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr(timing, "_milliseconds", lambda _, __, x: seen.append((len(x), channels_last(x))) or (1.0, 1.0))
+    shown, timed = torch.randn(2, 12, 5, 5), torch.randn(3, 12, 5, 5)
+    if lies:
+        shown, timed = (shown, last(timed)) if served else (last(shown), timed)
+    espalier.shrink(kind(), shown, latency=False, gather="auto", timed=timed if served else None)
+    assert seen == [(3 if served else 2, lies)]
+
+
+class Padded(nn.Module):
+    """Its layers are given nested tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+        mask[0, -2:] = True
+        y: Tensor = self.head(self.encoder(x, src_key_padding_mask=mask)).sum(1)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("served", [True, False])
+def test_layers_that_are_given_nested_tensors(served: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Padded().eval(), torch.randn(2, 6, 16)
+    with torch.no_grad():
+        model.head.weight[:, 3:9] = 0
+    found = espalier.shrink(model, x, latency=False, timed=torch.randn(4, 6, 16) if served else None)
+    assert error(model, found.model, (x,)) < 1e-5
 
 
 def test_a_reason_is_told_once() -> None:

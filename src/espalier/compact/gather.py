@@ -14,8 +14,8 @@ from espalier.compact.layers import Gather, select
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
 from espalier.compact.rewrite import Kept, fix_sizes, fold, hooked
-from espalier.compact.timing import Given, faster
-from espalier.compact.trace import Reader, Trace
+from espalier.compact.timing import faster
+from espalier.compact.trace import Given, Reader, Trace
 
 
 def gather_inputs(
@@ -46,7 +46,7 @@ def gather_inputs(
         made = Gather(smaller, reader.dim, index.to(layer.weight.device))
         if not inside and _bytes(made) >= _bytes(layer):
             continue
-        given = inputs.get(reader.module, Given(tuple(reader.input_shape))).of(len(here), reader.dim)
+        given = inputs.get(reader.module, reader.given).of(len(here), reader.dim)
         found = GatherRow(reader.module, len(here), len(index))
         row = found if inside or gather == "always" else _worthwhile(found, layer, made, given, trace)
         if row is None:
@@ -78,7 +78,7 @@ def gather_cells(
         made = GatherCell(cell, *indices)
         if _bytes(made) >= _bytes(cell):
             continue
-        given = inputs.get(name, Given(tuple(readers[0].input_shape))).of(cell.input_size, -1)
+        given = inputs.get(name, readers[0].given).of(cell.input_size, -1)
         found = GatherRow(name, sum(map(len, reads)), sum(map(len, indices)))
         selects = isinstance(cell, GatherCell)
         row = found if selects or gather == "always" else _worthwhile(found, cell, made, given, trace)

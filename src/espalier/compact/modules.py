@@ -12,7 +12,7 @@ from espalier.compact.attention import HeadAttention
 from espalier.compact.cells import CELLS, Cell, GatherCell
 from espalier.compact.layers import Gather, select
 from espalier.compact.rules.products import columns_of, constants_of, give
-from espalier.compact.trace import Reader, Tracer, tensors_in
+from espalier.compact.trace import Given, Reader, Tracer, tensors_in
 
 Forward: TypeAlias = Callable[..., Any]
 ModuleRule: TypeAlias = Callable[[Tracer, str, Any, Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -78,7 +78,7 @@ def _gates(
         known = values if kind == "ih" else torch.zeros(len(read), dtype=w.dtype)
         takes = bias and w.dtype in (torch.float32, torch.float64)
         folds = still & ((known == 0) | takes)
-        readers.append(Reader(weight, known_bias, rows, read, (w != 0).cpu(), folds, known, input_shape=shape))
+        readers.append(Reader(weight, known_bias, rows, read, (w != 0).cpu(), folds, known, given=Given(shape)))
     tracer.trace.readers += readers
     return readers[0], readers[1]
 

@@ -15,8 +15,8 @@ from espalier.compact.gather import gather_cells, gather_inputs
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow, LowRankRow
 from espalier.compact.rewrite import Kept, Product, products, put_products
-from espalier.compact.timing import Given, faster
-from espalier.compact.trace import Trace
+from espalier.compact.timing import faster
+from espalier.compact.trace import Given, Trace
 from espalier.compact.verify import Difference, ShrinkError, check
 
 
@@ -62,7 +62,7 @@ def _worthwhile(product: Product, model: nn.Module, trace: Trace, inputs: Mappin
     """With the milliseconds of the one layer and of the two, where these are faster; else the trace knows."""
     row, reader = product.row, product.reader
     layer: Any = model.get_submodule(product.place)
-    given = inputs.get(row.name, Given(tuple(reader.input_shape))).of(layer.weight.shape[1], reader.dim)
+    given = inputs.get(row.name, reader.given).of(layer.weight.shape[1], reader.dim)
     doing = f"has rank {row.rank}; making it two layers"
     times = faster(trace, row.name, layer, product.layers, given, doing, 'low_rank="always"')
     return times and replace(product, row=replace(row, ms_before=times[0], ms_after=times[1]))

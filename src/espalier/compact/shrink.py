@@ -98,9 +98,9 @@ def shrink(
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
     original = _copied(model).eval()  # a model may write into its buffers
-    given = "example inputs"
+    given, layers = "example inputs", {}
     try:
-        layers = inputs_given(original, inputs)
+        outputs(original, inputs)
         if timed is not None:
             given = "inputs to time it with"
             layers = inputs_given(original, served)

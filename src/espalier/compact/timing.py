@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from espalier.compact.layers import channels_last
-from espalier.compact.trace import Trace
+from espalier.compact.trace import Given, Trace
 from espalier.compact.verify import outputs
 
 # what a layer must gain to be worth its place
@@ -22,31 +22,14 @@ _GAIN = 0.05
 _measured: dict[tuple[object, ...], tuple[float, float]] = {}
 
 
-class Given(NamedTuple):
-    """What a layer is given, but for the values."""
-
-    shape: tuple[int, ...]
-    channels_last: bool = False
-
-    def of(self, channels: int, dim: int) -> Given:
-        """The same with so many channels, which are in this dimension."""
-        shape = list(self.shape)
-        shape[dim] = channels
-        return self._replace(shape=tuple(shape))
-
-    def zeros(self, like: Tensor) -> Tensor:
-        """Of the dtype and on the device of `like`."""
-        x = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
-        return x.movedim(1, -1).contiguous().movedim(-1, 1) if self.channels_last else x
-
-
 def faster(
     trace: Trace, name: str, layer: nn.Module, made: nn.Module, given: Given, doing: str, option: str
 ) -> tuple[float, float] | None:
     """Milliseconds of a layer and of the one made for it, on what they are given, where that gains enough. If not, the
     trace is told what was not worth `doing`, and that `option` does it all the same."""
     like = next(layer.parameters())
-    key = (repr(layer), repr(made), given, like.dtype, like.device, torch.get_num_threads())
+    lie = tuple(map(channels_last, layer.parameters()))
+    key = (repr(layer), repr(made), lie, given, like.dtype, like.device, torch.get_num_threads())
     if key not in _measured:
         _measured[key] = _milliseconds(layer, made, given.zeros(like))
     before, after = _measured[key]
@@ -76,13 +59,14 @@ def inputs_given(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Given]:
     """The largest that each module is given first, when the model runs on these."""
     found: dict[str, Given] = {}
 
-    def note(name: str, args: tuple[Any, ...]) -> None:
-        if args and isinstance(x := args[0], Tensor):
-            seen = Given(tuple(x.shape), channels_last(x))
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, Tensor) and not x.is_nested:
+            seen = Given.like(x)
             found[name] = max(found.get(name, seen), seen, key=lambda given: math.prod(given.shape))
 
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
+        module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:

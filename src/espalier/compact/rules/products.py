@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from espalier.compact.rules.common import Arguments, Unknown
-from espalier.compact.trace import Reader, Tracer, varies
+from espalier.compact.trace import Given, Reader, Tracer, varies
 
 
 def linear(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
@@ -124,7 +124,7 @@ def _product(
     )
     folds = constant & ((values == 0) | takes)
     tracer.trace.readers.append(
-        Reader(known, known_bias, rows, columns, nonzero, folds, values, transposed, module, tuple(x.shape), dim)
+        Reader(known, known_bias, rows, columns, nonzero, folds, values, transposed, module, Given.like(x), dim)
     )
     give(tracer, out, dim, rows, ~(nonzero & ~folds).any(1))
 
