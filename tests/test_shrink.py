@@ -571,25 +571,25 @@ def test_weights_stay_channels_last(conv: type[nn.Module]) -> None:
 
 def last(x: Tensor) -> Tensor:
     """Channels last."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1)
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 5, 6), (3, 4, 5, 6, 7), (3, 4, 1, 1)])
 def test_selections_of_every_dimension(sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    x = torch.randn(sizes)
-    wide = last(torch.randn(3, 8, *sizes[2:]))
-    turned = x.transpose(1, -1).contiguous().transpose(1, -1)
-    cases = ((x, False), (turned, False), (last(x), True), (wide.chunk(2, 1)[1], True), (last(x)[::2], True))
-    for x, lies in cases:
-        assert channels_last(x) == lies or sizes[-1] == 1
+    usual, wide = torch.randn(sizes), last(torch.randn(3, 8, *sizes[2:]))
+    turned = usual.transpose(1, -1).contiguous().transpose(1, -1)
+    alike = usual[:, :1].expand(sizes)
+    parts = (wide.chunk(2, 1)[1], wide[:, ::2], wide[::2])
+    for x, lies in ((usual, False), (turned, False), (alike, False), (last(usual), True), *((p, True) for p in parts)):
+        assert channels_last(x) == lies
         for dim in range(-len(sizes), len(sizes)):
             index = torch.arange(x.shape[dim]).flip(0)[:3]
             found = select(x, dim, index)
             assert torch.equal(found, x.index_select(dim, index))
             assert channels_last(found) == channels_last(x)
         with pytest.raises(IndexError):
-            select(x, len(sizes), index)
+            select(x, len(sizes), torch.tensor([0]))
     # of sequences there is no such layout: torch takes them as they were transposed
     assert not channels_last(torch.randn(2, 5, 4).transpose(1, 2))
 
@@ -627,6 +627,16 @@ def test_a_layer_is_timed_as_its_inputs_lie_in_memory(
         shown, timed = (shown, last(timed)) if served else (last(shown), timed)
     espalier.shrink(kind(), shown, latency=False, gather="auto", timed=timed if served else None)
     assert seen == [(3 if served else 2, lies)]
+
+
+def test_layers_whose_weights_lie_otherwise_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        timing, "_milliseconds", lambda layer, *_: seen.append(channels_last(layer.weight)) or (1.0, 1.0)
+    )
+    for lies in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+        espalier.shrink(Skips().to(memory_format=lies), torch.randn(2, 12, 5, 5), latency=False, gather="auto")
+    assert seen == [False, True]
 
 
 class Padded(nn.Module):

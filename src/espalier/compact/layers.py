@@ -20,12 +20,12 @@ def _factors(layer: nn.Module) -> TypeGuard[nn.Linear | _ConvNd]:
 
 
 def channels_last(x: Tensor) -> bool:
-    """Whether the channels of images, or of volumes, lie side by side in memory. As convolutions do, it asks
-    the strides: a part of such a tensor is one, too."""
+    """Whether images, or volumes, lie in memory pixel by pixel. As convolutions do, it asks the strides: a part of such
+    a tensor is one, too."""
     if x.dim() < 4:
         return False
     _, channel, *rows = x.stride()
-    return channel == 1 < x.shape[1] <= rows[-1] and all(a >= b for a, b in pairwise(rows))
+    return 0 < channel * x.shape[1] <= rows[-1] and all(a >= b for a, b in pairwise(rows))
 
 
 # A symbolic trace can't know where x lies: it keeps the call as one, and needs this package wherever it runs.

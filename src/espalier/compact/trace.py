@@ -50,7 +50,7 @@ class Given(NamedTuple):
     def zeros(self, like: Tensor) -> Tensor:
         """Of the dtype and on the device of `like`."""
         x = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
-        return x.movedim(1, -1).contiguous().movedim(-1, 1) if self.channels_last else x
+        return x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1) if self.channels_last else x
 
 
 @dataclass(frozen=True)
