@@ -602,6 +602,9 @@ def test_a_model_that_selects_can_be_traced() -> None:
     x = torch.randn(3, 12, 6, 6)
     for shown in (x, last(x)):
         exported = torch.export.export(small, (shown,), dynamic_shapes=sizes).module()
+        calls = {str(node.target) for node in exported.graph.nodes}
+        assert "aten.index_select.default" in calls
+        assert "aten.gather.default" not in calls
         for traced in (torch.fx.symbolic_trace(small), exported):
             for other in (x, last(x), last(torch.randn(1, 12, 4, 9))):
                 torch.testing.assert_close(traced(other), model(other))

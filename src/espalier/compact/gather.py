@@ -22,7 +22,7 @@ def gather_inputs(
     model: nn.Module, trace: Trace, plan: Plan, kept: Kept, gather: str, align: int, inputs: Mapping[str, Given]
 ) -> list[GatherRow]:  # fmt: skip
     """Where it pays, or always: name, inputs before and after, milliseconds before and after. Layers are timed with
-    such inputs, or else of the shapes that were traced."""
+    such inputs, or else with such as were traced."""
     rows: list[GatherRow] = []
     for reader in trace.readers:
         if not reader.module:  # nothing can stand in the place of the model itself

@@ -32,7 +32,8 @@ def channels_last(x: Tensor) -> bool:
 @torch.fx.wrap
 def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """x[index along dim], channels last where x is: index_select gives that up, and so would all layers after it."""
-    if not channels_last(x):
+    # compilers lay tensors out themselves, and what they export is for all
+    if torch.compiler.is_compiling() or not channels_last(x):
         return x.index_select(dim, index)
     dim, y = range(x.dim())[dim], x.movedim(1, -1)
     # along the last dimension a CPU is much faster so
