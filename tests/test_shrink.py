@@ -431,7 +431,7 @@ def test_two_layers_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) 
     assert error(model, found.model, (inputs,)) < 1e-5
     row = found.report.low_rank[0]
     assert (row.ms_before, row.ms_after) == (1.0, 0.5)
-    why = '0: has rank 4; making it two layers gains less than 5% (1 ms, then 0.96): low_rank="always" does it'
+    why = '0: has rank 4; making it two layers gains less than 5% (1 ms, then 0.96): low_rank="always" does it anyway'
     assert why in found.report.kept
     seen.clear()
     again = espalier.shrink(model, inputs, latency=False, low_rank="auto", timed=batch).report
@@ -640,6 +640,19 @@ def test_layers_whose_weights_lie_otherwise_are_not_alike(monkeypatch: pytest.Mo
     for lies in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
         espalier.shrink(Skips().to(memory_format=lies), torch.randn(2, 12, 5, 5), latency=False, gather="auto")
     assert seen == [False, True]
+
+
+def test_what_is_kept_for_time_is_no_matter_of_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for times, why in (((1.0, 2.0), "selecting them is slower here (1 ms, then 2)"), ((2.0, 1.95), "less than 5%")):
+        monkeypatch.setattr(timing, "_milliseconds", lambda *_, times=times: times)
+        monkeypatch.setattr(timing, "_measured", {})
+        report = espalier.shrink(Skips(), torch.randn(2, 12, 5, 5), latency=False).report
+        assert why in str(report)
+        assert 'gather="always" does it anyway' in str(report)
+        assert "Nothing was removed. See what was kept, and why." in str(report)
+        assert "λ" not in str(report)
+    dense = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    assert "λ may be too small yet" in str(espalier.shrink(dense, torch.randn(2, 4), latency=False).report)
 
 
 class Padded(nn.Module):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.export import export
-from espalier.compact.layers import Gather, LowRank, factor
+from espalier.compact.layers import Gather, LowRank, channels_last, factor
 from espalier.compact.restore import load
 from espalier.compact.store import save
 
@@ -423,6 +423,17 @@ def test_build_may_be_a_model_and_stays_as_it_is(tmp_path: Path) -> None:
     with torch.device("meta"):
         bare = build()
     assert torch.equal(load(tmp_path / "m", bare)(x), model(x))
+
+
+@pytest.mark.parametrize("lies", [torch.contiguous_format, torch.channels_last])
+def test_weights_lie_as_what_was_built(lies: torch.memory_format, tmp_path: Path) -> None:
+    model = convnet()
+    model[3] = Gather(nn.Conv2d(3, 12, 3, stride=2, bias=False), 1, torch.tensor([0, 4, 5]))
+    save(model, tmp_path / "saved")
+    again = load(tmp_path / "saved", lambda: convnet().to(memory_format=lies))
+    weights = [again[0].weight, again[3].layer.weight]
+    assert [channels_last(w) for w in weights] == [lies == torch.channels_last] * 2
+    assert all(map(torch.equal, weights, (model[0].weight, model[3].layer.weight)))
 
 
 def test_attributes_of_other_kinds_come_from_the_code(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ def channels_last(x: Tensor) -> bool:
     return 0 < channel * x.shape[1] <= rows[-1] and all(a >= b for a, b in pairwise(rows))
 
 
+def to_channels_last(x: Tensor) -> Tensor:
+    """A copy that is channels last, also where strides of dimensions of one entry tell."""
+    return x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1)
+
+
 # A symbolic trace can't know where x lies: it keeps the call as one, and needs this package wherever it runs.
 @torch.fx.wrap
 def select(x: Tensor, dim: int, index: Tensor) -> Tensor:

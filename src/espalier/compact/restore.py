@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from espalier.compact.layers import channels_last, to_channels_last
 from espalier.compact.manifest import (
     MANIFEST,
     SAME_CODE,
@@ -140,6 +141,9 @@ def _restore_tensors(model: nn.Module, manifest: Manifest, values: dict[str, Ten
         if source not in values:
             bad(file, f"tensor {name!r} is said to be {source!r}, which is not there", SAVE_AGAIN)
         value, tied = values[source], isinstance(values[source], nn.Parameter)
+        built = getattr(module, leaf)
+        if not tied and isinstance(built, Tensor) and channels_last(built):  # files know no layout
+            value = to_channels_last(value)
         if leaf in module._parameters and not tied:
             value = values[source] = nn.Parameter(value, manifest.tensors[source]["requires_grad"])
         elif leaf in module._buffers and tied:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.compact.layers import channels_last
+from espalier.compact.report import FOR_TIME
 from espalier.compact.trace import Given, Trace
 from espalier.compact.verify import outputs
 
@@ -26,7 +27,7 @@ def faster(
     trace: Trace, name: str, layer: nn.Module, made: nn.Module, given: Given, doing: str, option: str
 ) -> tuple[float, float] | None:
     """Milliseconds of a layer and of the one made for it, on what they are given, where that gains enough. If not, the
-    trace is told what was not worth `doing`, and that `option` does it all the same."""
+    trace is told what was not worth `doing`, and that `option` does it anyway."""
     like = next(layer.parameters())
     lie = tuple(map(channels_last, layer.parameters()))
     key = (repr(layer), repr(made), lie, given, like.dtype, like.device, torch.get_num_threads())
@@ -35,7 +36,8 @@ def faster(
     before, after = _measured[key]
     if after <= (1 - _GAIN) * before:
         return before, after
-    trace.tell(name, f"{doing} gains less than {_GAIN:.0%} ({before:.3g} ms, then {after:.3g}): {option} does it")
+    gain = "is slower here" if after > before else f"gains less than {_GAIN:.0%}"
+    trace.tell(name, f"{doing} {gain} ({before:.3g} ms, then {after:.3g}): {option} {FOR_TIME}")
     return None
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from espalier.compact.layers import channels_last
+from espalier.compact.layers import channels_last, to_channels_last
 from espalier.compact.units import RIGID, Units
 
 
@@ -50,7 +50,7 @@ class Given(NamedTuple):
     def zeros(self, like: Tensor) -> Tensor:
         """Of the dtype and on the device of `like`."""
         x = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
-        return x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1) if self.channels_last else x
+        return to_channels_last(x) if self.channels_last else x
 
 
 @dataclass(frozen=True)
