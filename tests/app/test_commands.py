@@ -20,6 +20,7 @@ import torch
 
 import espalier
 from espalier.app import cli
+from espalier.app.errors import Problem
 
 SETS = [f"--set={change}" for change in (*small.SHORT, *small.NARROW["digits"])]
 TRAIN = ["train", "digits", "--device=cpu", *SETS]
@@ -194,6 +195,24 @@ def test_the_demo_clears_only_what_a_demo_left(capfd: pytest.CaptureFixture[str]
     Path("thesis.tex").rename("espalier-demo/dense/thesis.tex")
     assert call("demo") == 2
     assert Path("espalier-demo/dense/thesis.tex").exists()
+
+
+def test_the_demo_is_the_same_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def train(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise Problem("enough")
+
+    monkeypatch.setattr("espalier.app.demo.train", train)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert call("demo") == 2
+        assert seen == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:

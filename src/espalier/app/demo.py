@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +34,7 @@ def run_demo(console: Console, out: Path) -> None:
         "Two networks of one shape learn scikit-learn's handwritten digits: one dense, by AdamW, and one by RAMDA "
         "with group lasso, which drives whole input channels to exactly zero. Then the zeros are taken out.\n"
     )
-    with Display(console) as progress:
+    with _one_thread(), Display(console) as progress:
         for method in METHODS:
             train(Job(RECIPE, digits.only(method), method, 0, out / method, command=COMMAND), progress)
     structured = out / "ramda"
@@ -46,6 +49,17 @@ def run_demo(console: Console, out: Path) -> None:
         f"Report: {write_report([out / m for m in METHODS], out / 'report.html')}",
         soft_wrap=True,
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Each number of threads rounds sums in another order, and would end with another network."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _clear(out: Path) -> None:
