@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.export import export
-from espalier.compact.layers import Gather, LowRank, channels_last, factor
+from espalier.compact.layers import Gather, LowRank, factor
+from espalier.compact.layout import channels_last
 from espalier.compact.restore import load
 from espalier.compact.store import save
 

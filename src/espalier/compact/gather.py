@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from espalier.compact.cells import GatherCell
-from espalier.compact.layers import Gather, select
+from espalier.compact.layers import Gather
+from espalier.compact.layout import Given, select
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow
 from espalier.compact.rewrite import Kept, fix_sizes, fold, hooked
 from espalier.compact.timing import faster
-from espalier.compact.trace import Given, Reader, Trace
+from espalier.compact.trace import Reader, Trace
 
 
 def gather_inputs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -11,39 +10,16 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from espalier.checks import check_number
+from espalier.compact.layout import channels_last, select
+
+# A symbolic trace can't know how a tensor lies: it keeps this call as one, and needs the package wherever it runs.
+torch.fx.wrap("select")
 
 
 def _factors(layer: nn.Module) -> TypeGuard[nn.Linear | _ConvNd]:
     # Exactly these: a subclass may compute something else, or be read past its forward, as MultiheadAttention does.
     exact = type(layer) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return exact and (not isinstance(layer, _ConvNd) or layer.groups == 1)
-
-
-def channels_last(x: Tensor) -> bool:
-    """Whether images, or volumes, lie in memory pixel by pixel. As convolutions do, it asks the strides: a part of such
-    a tensor is one, too."""
-    if x.dim() < 4:
-        return False
-    _, channel, *rows = x.stride()
-    return 0 < channel * x.shape[1] <= rows[-1] and all(a >= b for a, b in pairwise(rows))
-
-
-def to_channels_last(x: Tensor) -> Tensor:
-    """A copy that is channels last, also where strides of dimensions of one entry tell."""
-    return x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1)
-
-
-# A symbolic trace can't know where x lies: it keeps the call as one, and needs this package wherever it runs.
-@torch.fx.wrap
-def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """x[index along dim], channels last where x is: index_select gives that up, and so would all layers after it."""
-    # compilers lay tensors out themselves, and what they export is for all
-    if torch.compiler.is_compiling() or not channels_last(x):
-        return x.index_select(dim, index)
-    dim, y = range(x.dim())[dim], x.movedim(1, -1)
-    # along the last dimension a CPU is much faster so
-    found = y.gather(-1, index.expand(*y.shape[:-1], -1)) if dim == 1 else y.index_select(max(0, dim - 1), index)
-    return found.movedim(-1, 1)
 
 
 class Gather(nn.Module):

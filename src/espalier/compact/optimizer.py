@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from espalier.compact.layers import select
+from espalier.compact.layout import select
 from espalier.compact.rewrite import Kept
 from espalier.compact.trace import get
 from espalier.groupings import partition_of

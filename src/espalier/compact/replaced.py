@@ -12,11 +12,12 @@ from torch import nn
 
 from espalier.compact.examples import Call
 from espalier.compact.gather import gather_cells, gather_inputs
+from espalier.compact.layout import Given
 from espalier.compact.plan import Plan
 from espalier.compact.report import GatherRow, LowRankRow
 from espalier.compact.rewrite import Kept, Product, products, put_products
 from espalier.compact.timing import faster
-from espalier.compact.trace import Given, Trace
+from espalier.compact.trace import Trace
 from espalier.compact.verify import Difference, ShrinkError, check
 
 

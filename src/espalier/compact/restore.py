@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from espalier.compact.layers import channels_last, to_channels_last
+from espalier.compact.layout import channels_last, to_channels_last
 from espalier.compact.manifest import (
     MANIFEST,
     SAME_CODE,

@@ -14,7 +14,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.compact.attention import HeadAttention
 from espalier.compact.cells import CELLS, GatherCell
-from espalier.compact.layers import Gather, LowRank, factor, select
+from espalier.compact.layers import Gather, LowRank, factor
+from espalier.compact.layout import select
 from espalier.compact.plan import Plan
 from espalier.compact.report import LowRankRow
 from espalier.compact.trace import Reader, Split, Trace, get

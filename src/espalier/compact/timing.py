@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.compact.layers import channels_last
+from espalier.compact.layout import Given, channels_last
 from espalier.compact.report import FOR_TIME
-from espalier.compact.trace import Given, Trace
+from espalier.compact.trace import Trace
 from espalier.compact.verify import outputs
 
 # what a layer must gain to be worth its place

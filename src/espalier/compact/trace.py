@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from espalier.compact.layers import channels_last, to_channels_last
+from espalier.compact.layout import Given
 from espalier.compact.units import RIGID, Units
 
 
@@ -29,28 +29,6 @@ class Tag:
 
     label: Tensor
     constant: Tensor
-
-
-class Given(NamedTuple):
-    """A tensor that a layer is given, but for its values."""
-
-    shape: tuple[int, ...] = ()
-    channels_last: bool = False
-
-    @classmethod
-    def like(cls, x: Tensor) -> Given:
-        return cls(tuple(x.shape), channels_last(x))
-
-    def of(self, channels: int, dim: int) -> Given:
-        """The same with so many channels, which are in this dimension."""
-        shape = list(self.shape)
-        shape[dim] = channels
-        return self._replace(shape=tuple(shape))
-
-    def zeros(self, like: Tensor) -> Tensor:
-        """Of the dtype and on the device of `like`."""
-        x = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
-        return to_channels_last(x) if self.channels_last else x
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from espalier.compact.layout import Given
 from espalier.compact.rules.common import Arguments, Unknown
-from espalier.compact.trace import Given, Reader, Tracer, varies
+from espalier.compact.trace import Reader, Tracer, varies
 
 
 def linear(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
