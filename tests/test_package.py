@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -88,6 +89,59 @@ def test_core_files_import_torch_and_the_standard_library_only(source: Path) -> 
     assert foreign == set()
     if source != PACKAGE / "__init__.py":  # which may offer what loads when called
         assert not any(m.startswith(tuple(f"espalier.{a}" for a in APART)) for m in imports)
+
+
+PLAIN_INSTALL = """
+import importlib.metadata, re, sys, tempfile
+
+def closure(names):
+    found, left = set(), list(names)
+    while left:
+        name = re.sub(r"[-_.]+", "-", re.match(r"[\\w.-]+", left.pop())[0]).lower()
+        try:
+            needs = importlib.metadata.requires(name) or [] if name not in found else []
+        except importlib.metadata.PackageNotFoundError:  # for another system, by its marker
+            continue
+        found.add(name)
+        left += [r for r in needs if "extra ==" not in r]
+    return found
+
+brought = closure(sys.argv[1:])
+here = importlib.metadata.packages_distributions()
+absent = {m for m, of in here.items() if not {re.sub(r"[-_.]+", "-", d).lower() for d in of} & brought} - {"espalier"}
+
+class Installed:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *more):
+        return None if name.partition(".")[0] in absent else self.finder.find_spec(name, *more)
+
+sys.meta_path[:] = map(Installed, sys.meta_path)
+import torch, espalier
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+optimizer = espalier.RAMDA(espalier.regularize(model, espalier.GroupLasso(1e-3)))
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+with torch.no_grad():
+    model[2].weight[:, 0] = 0
+small = espalier.shrink(model, torch.ones(1, 4)).model
+with tempfile.TemporaryDirectory() as folder:
+    espalier.save(small, folder + "/small")
+    espalier.load(folder + "/small", build=lambda: torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)))
+"""
+
+
+def test_a_plain_install_brings_all_that_training_shrinking_and_saving_need() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PLAIN_INSTALL, *declared],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", PROMISED)
