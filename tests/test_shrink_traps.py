@@ -449,3 +449,20 @@ def test_layers_called_by_another_name_stay(kind: str) -> None:
     assert not found.report.low_rank
     assert not found.report.gathers
     assert any("calls first by another name" in why for why in found.report.kept)
+
+
+# ---------------------------------------------------------------------------------------------------- other sizes
+
+
+def test_constants_are_not_folded_where_another_size_shows_that_they_are_none() -> None:
+    """The trial inputs include the odd size here; then only what no reader has a weight on leaves."""
+
+    def run(s: Any, x: Tensor) -> Any:
+        h = s.a(x)
+        return s.b(F.pad(h, (0, 1, 0, 1)) if h.shape[-1] % 2 else h)
+
+    net = Net(run, a=nn.Conv2d(3, 8, 1), b=unread(nn.Conv2d(8, 4, 2, 2), 0, 1))
+    with torch.no_grad():
+        net.a.weight[:4] = 0
+    small = same(net, r(2, 3, 8, 8), (r(2, 3, 9, 9),), also=[r(2, 3, 9, 9)])
+    assert small.a.out_channels == 6

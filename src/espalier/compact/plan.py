@@ -36,14 +36,17 @@ class Plan:
 def plan(trace: Trace, align: int, care: int) -> Plan:
     """A unit stays when the model's output depends on it, or where a layer needs the number.
 
-    care: 1 keeps units that go through sizes which may be written in the model's code, 2 keeps all.
+    care: 1 folds no constants into biases, because another size of the input may show that they are none; 2 also keeps
+    units that go through sizes which may be written in the model's code; 3 keeps all.
     """
-    for units in trace.risky if care else ():
+    if care:
+        trace.readers[:] = [replace(r, folds=r.folds & False) for r in trace.readers]
+    for units in trace.risky if care > 1 else ():
         trace.units.pin(units)
     roots = trace.units.roots()
     live = torch.zeros(len(roots), dtype=torch.bool)
     live[RIGID] = True
-    live |= care == 2
+    live |= care == 3
     found = Plan(roots, live)
     _spread(trace, found)
     _round(trace, found, align)

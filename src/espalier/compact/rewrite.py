@@ -28,6 +28,8 @@ class Kept:
     index: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)  # dense name: name in the smaller model
     gone: set[str] = field(default_factory=set)  # parameters that have no counterpart
+    # (module, attribute): its new value; an attribute of an object is written "config.num_heads"
+    attributes: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def narrow(self, name: str, dim: int, index: Tensor) -> None:
         """A further selection from what stayed."""
@@ -49,7 +51,7 @@ def remove(model: nn.Module, trace: Trace, plan: Plan, kept: Kept) -> bool:
     for name, labels in trace.gathers.items():
         _select_anew(model, name, plan.stays(labels))
     for split in trace.splits:
-        _fix_counts(model.get_submodule(split.module), split, plan)
+        _fix_counts(model.get_submodule(split.module), split, plan, kept)
     for module in model.modules():
         fix_sizes(module)
     for name, (heads, unit) in trace.heads.items():
@@ -149,14 +151,16 @@ def _select_anew(model: nn.Module, name: str, stays: Tensor) -> None:
         module.input_size = int(stays.sum())
 
 
-def _fix_counts(module: nn.Module, split: Split, plan: Plan) -> None:
+def _fix_counts(module: nn.Module, split: Split, plan: Plan, kept: Kept) -> None:
     """Attributes such as num_heads by which a module's code reshapes."""
     stay = int(plan.stays(split.labels).sum())
     for k, v in vars(module).items():
         if isinstance(v, int) and not isinstance(v, bool) and "head" in k:
             if v == split.count and "size" not in k and "dim" not in k:
+                kept.attributes[split.module, k] = stay
                 setattr(module, k, stay)
             elif v == split.count * split.length:
+                kept.attributes[split.module, k] = stay * split.length
                 setattr(module, k, stay * split.length)
 
 

@@ -134,19 +134,19 @@ def _removed(
 ) -> tuple[nn.Module, Trace, Plan, Kept, Difference]:
     """Without the channels that are not needed. Where the model's code does not follow its layers, with more care."""
     failure: Exception | None = None
-    for care in (0, 1, 2):
+    for care in (0, 1, 2, 3):
         small, kept = _copied(original), Kept()
         try:
             trace, found = _remove(small, inputs, ignore, align, care, kept)
             difference = check(original, small, trials, slack=slack)
         except Exception as error:
             failure = failure or error
-            if care == 2:
+            if care == 3:
                 raise
         else:
             if care and failure is not None:
-                what = "channels that pass through sizes written in the code" if care == 1 else "all channels"
-                trace.kept.setdefault("", f"keeps {what}, for without them: {str(failure).splitlines()[0]}")
+                what = ("constant channels", "channels that pass through sizes written in the code", "all channels")
+                trace.tell("", f"keeps {what[care - 1]}, because without them: {str(failure).splitlines()[0]}")
             return small, trace, found, kept, difference
     raise AssertionError("unreachable")
 
