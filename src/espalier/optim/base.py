@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -187,6 +188,9 @@ class StructuredOptimizer(Optimizer, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    # torch.compile loses what a traced step writes into the clock, so a step is never traced. Not
+    # torch.compiler.disable: that imports the compiler, which takes as long as torch itself
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step, for every parameter that has a gradient."""
@@ -340,6 +344,7 @@ class StructuredOptimizer(Optimizer, ABC):
                 for p, w in weights:
                     p.copy_(w)
 
+    @_disable_dynamo
     def _structured_point(self, group: Group, p: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
         clock = self._read_clock(state)
         groups = self._partition(group, p)
@@ -419,6 +424,7 @@ class StructuredOptimizer(Optimizer, ABC):
             group.pop("solver", None)
         return saved
 
+    @_disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. A checkpoint that does not fit raises before anything changes."""
