@@ -13,7 +13,8 @@ from espalier.compact.cells import CELLS, Cell, GatherCell
 from espalier.compact.layers import Gather
 from espalier.compact.layout import Given, select
 from espalier.compact.rules.products import columns_of, constants_of, give
-from espalier.compact.trace import Reader, Tracer, tensors_in
+from espalier.compact.trace import Reader, Tracer
+from espalier.compact.walk import tensors_in
 
 Forward: TypeAlias = Callable[..., Any]
 ModuleRule: TypeAlias = Callable[[Tracer, str, Any, Forward, tuple[Any, ...], dict[str, Any]], Any]

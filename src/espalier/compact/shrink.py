@@ -20,8 +20,9 @@ from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
 from espalier.compact.timing import inputs_given
-from espalier.compact.trace import Trace, Tracer, tensors_in
+from espalier.compact.trace import Trace, Tracer
 from espalier.compact.verify import Difference, ShrinkError, check, outputs
+from espalier.compact.walk import tensors_in
 
 # what rounding a bias that takes up constants may change, in float32
 _FOLDED = 1e-6

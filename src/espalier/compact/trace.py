@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from espalier.compact.layout import Given
 from espalier.compact.units import RIGID, Units
+from espalier.compact.walk import tensors_in
 
 
 @dataclass(frozen=True)
@@ -233,19 +233,6 @@ def get(model: nn.Module, name: str) -> Tensor:
     module, _, leaf = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(module), leaf)
     return found
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors, wherever they are; pytree does not know dataclasses and subclasses of dict and tuple."""
-    for x in tree_leaves(values):
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, Mapping):
-            yield from tensors_in(list(x.values()))
-        elif isinstance(x, tuple | list):
-            yield from tensors_in(list(x))
-        elif is_dataclass(x) and not isinstance(x, type):
-            yield from tensors_in([getattr(x, f.name) for f in fields(x)])
 
 
 def varies(label: Tensor) -> list[int]:

@@ -9,7 +9,8 @@ from espalier.compact.rules.common import Arguments, Rule, Unknown, names
 from espalier.compact.rules.moves import chunk, cut, fresh, item, join, move, pad, reshape
 from espalier.compact.rules.pointwise import cast_type, pointwise
 from espalier.compact.rules.products import addmm, attention, conv, conv_transpose, embedding, linear, matmul
-from espalier.compact.trace import Tracer, tensors_in
+from espalier.compact.trace import Tracer
+from espalier.compact.walk import tensors_in
 
 # entry by entry, with broadcasting
 _POINTWISE = names("""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from espalier.compact.rules.common import Arguments, Unknown, along_label, checked, names
-from espalier.compact.trace import Tag, Tracer, shortest, tensors_in, varies
+from espalier.compact.trace import Tag, Tracer, shortest, varies
+from espalier.compact.walk import tensors_in
 
 # operands that are zero wherever one of them is
 _PRODUCTS = names("mul multiply __mul__ __rmul__ __imul__")
