@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import small
 import tiny
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import espalier
-from espalier.app import cookbook
+from espalier.app import cookbook, machine
 from espalier.app.data import open_data
 from espalier.app.deliver import deliver, open_delivered, shrink_run
 from espalier.app.errors import Problem, Stopped
@@ -130,6 +132,64 @@ def test_what_the_loop_can_do_goes_on_to_the_bit_too(changes: tuple[str, ...], t
         with pytest.raises(Stopped):
             train(cut, StopAt(step, signal.SIGINT), resume=True)
     assert_same(whole, train(cut, Silent(), resume=True))
+
+
+# torch imports its compiler where it compiles
+compiles = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile with all but its compiler, which takes a minute."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(machine, "COMPILER", "aot_eager")
+    yield
+    torch._dynamo.reset()
+
+
+ODD = ("batch=500", "compile=true")  # an epoch of digits ends in a batch of another shape
+
+
+@compiles
+def test_a_compiled_run_goes_on_to_the_bit_too(traced: None, tmp_path: Path) -> None:
+    whole = train(small.job("digits", tmp_path, changes=ODD, out="whole"), Silent())
+    # one graph, however often the model is measured in between, and whatever the last batch of an epoch has
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    cut = small.job("digits", tmp_path, changes=ODD, out="cut")
+    with pytest.raises(Stopped):
+        train(cut, StopAt(7))
+    assert_same(whole, train(cut, Silent(), resume=True))
+    assert whole.facts["settings"]["compile"]
+    plain = train(small.job("digits", tmp_path, changes=ODD[:1], out="plain"), Silent())
+    assert "compile" not in plain.facts["settings"]  # as in runs from before there was such a setting
+    (weights, _), (others, _) = outcome(whole), outcome(plain)
+    for name in weights.keys() | others.keys():
+        torch.testing.assert_close(weights[name], others[name])
+
+
+@compiles
+@pytest.mark.parametrize("changes", [("batch=500",), (*ODD, "mixed_precision=bf16")])
+def test_what_is_compiled_is_part_of_what_a_run_is(changes: tuple[str, ...], traced: None, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        train(small.job("digits", tmp_path, changes=ODD), StopAt(2))
+    with pytest.raises(Problem, match="holds another run"):
+        train(small.job("digits", tmp_path, changes=changes), Silent(), resume=True)
+
+
+@compiles
+def test_compile_refuses_what_it_can_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = small.job("transformerxl-wt103", tmp_path, changes=("compile=true",))
+    with pytest.raises(Problem, match="batches are all of one shape, and language is none"):
+        train(words, Silent())
+
+    def without_a_compiler(training: Training) -> Tensor:
+        raise torch._dynamo.exc.BackendCompilerFailed(without_a_compiler, FileNotFoundError("no g++"), None)
+
+    monkeypatch.setattr(Training, "step", without_a_compiler)
+    with pytest.raises(Problem, match=r"^torch.compile failed, try --set compile=false: .*no g\+\+"):
+        train(small.job("digits", tmp_path, changes=ODD), Silent())
 
 
 def test_accumulated_parts_are_one_batch(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from espalier.app import checkpoint
 from espalier.app.checkpoint import Position
 from espalier.app.data import Order, open_data
 from espalier.app.deliver import deliver
-from espalier.app.errors import Problem, Stopped
+from espalier.app.errors import Problem, Stopped, one_line
 from espalier.app.graph import Replay
 from espalier.app.look import Looker
 from espalier.app.machine import Signals, clock, denormals_as_zeros, make_accelerator
@@ -57,6 +58,8 @@ class Training:
             wanted.name, job.data, device=self.device, hub=job.hub, holdout=wanted.holdout, options=wanted.options
         )
         self.task = open_task(self.recipe, self.data, self.device, **self.shard)
+        if self.recipe.compile and not self.task.alike:
+            raise Problem(f"compile is for tasks whose batches are all of one shape, and {self.recipe.task} is none")
         # a batch is computed in this many parts; an epoch has this many of those
         self.part = self.recipe.batch // self.recipe.accumulate
         self.parts = self.data.train.steps(self.part, self.shard["world"])
@@ -106,6 +109,10 @@ class Training:
             if self.replay is not None:
                 less += ", --set cuda_graph=false"
             raise Problem(f"the GPU's memory is full at step {self.at.step}: try {less}") from error
+        except RuntimeError as error:
+            if not self.recipe.compile or not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise
+            raise Problem(f"torch.compile failed, try --set compile=false: {one_line(error)}") from error
         finally:
             self.replay = None  # with the memory of its graph
         self._finish()
@@ -155,13 +162,20 @@ class Training:
         for batch in parts:
             with accelerator.accumulate(self.net):
                 with accelerator.autocast():
-                    loss, at.carry = self.task.loss(self.net, batch, at.carry)
+                    loss, at.carry = self.task.loss(self._net_for(batch), batch, at.carry)
                 accelerator.backward(loss)
             loss = loss.detach()
             self.loss += loss
         if self.recipe.clip is not None:
             accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         return loss
+
+    def _net_for(self, batch: tuple[torch.Tensor, ...]) -> nn.Module:
+        """The network to train on a batch: the compiled one, or for an epoch's last, smaller batch what it was made of,
+        which would have to be compiled again."""
+        compiled = len(batch[0]) == self.part
+        net: nn.Module = self.net if compiled else getattr(self.net, "_orig_mod", self.net)
+        return net
 
     def _apply(self) -> None:
         self.stepper.step()

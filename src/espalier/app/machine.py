@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import patch_environment
+from accelerate.utils import TorchDynamoPlugin, patch_environment
 
 from espalier.app.errors import Problem
 from espalier.app.run import Job
 
+COMPILER = "inductor"  # torch.compile's own
 AGREE_EVERY = 10  # steps after which the processes ask each other whether to stop or to save
 
 
@@ -31,12 +32,14 @@ def make_accelerator(job: Job) -> Accelerator:
         if not launched:
             torch.cuda.set_device(device)
     fp16_on_cpu = device.type == "cpu" and job.recipe.mixed_precision == "fp16"  # which Accelerate refuses
+    compiled = TorchDynamoPlugin(backend=COMPILER, dynamic=False) if job.recipe.compile else None
     AcceleratorState._reset_state(reset_partial_state=not launched)
     with patch_environment(**({} if launched else {"accelerate_torch_device": str(device)})):
         return Accelerator(
             mixed_precision="no" if fp16_on_cpu else job.recipe.mixed_precision,
             gradient_accumulation_steps=job.recipe.accumulate,
             cpu=device.type == "cpu",
+            dynamo_plugin=compiled,
         )
 
 

@@ -164,6 +164,7 @@ class Recipe(Strict):
     recalibrate: PositiveInt = 20  # batches that batch norm's statistics of the structured point are taken from
     save_minutes: Weight = 2.0  # between two checkpoints
     cuda_graph: bool = True  # replay steps on a GPU, where they are all alike
+    compile: bool = False  # train through torch.compile, which rounds differently
 
     @model_validator(mode="before")
     @classmethod

@@ -40,6 +40,8 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What determines the run, as plain values."""
         recipe = self.recipe.model_dump(mode="json", exclude={"save_minutes", "cuda_graph", "title", "paper"})
+        if not recipe["compile"]:
+            del recipe["compile"]  # which runs from before there was such a setting do not have
         return {"recipe": self.name, "method": self.method, "seed": self.seed, **recipe}
 
     @property
