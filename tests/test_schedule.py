@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
 import espalier
 from tables import OPTIMIZERS, OptimizerCase, names
@@ -187,3 +190,150 @@ def test_bad_plans(milestones: list[int], settings: dict[str, Any], message: str
 def test_other_optimizers_are_sent_elsewhere() -> None:
     with pytest.raises(TypeError, match=r"SGD.*MultiStepLR"):
         espalier.StagewiseRestart(torch.optim.SGD([nn.Parameter(torch.ones(1))]), [1])
+
+
+# ------------------------------------------------------------------------------------------- runs of known length
+
+TORCH_SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
+    "constant": lambda optimizer, total: ConstantLR(optimizer, factor=1.0),
+    "linear": lambda optimizer, total: LinearLR(optimizer, 1.0, 0.0, total_iters=total),
+    "cosine": lambda optimizer, total: CosineAnnealingLR(optimizer, total),
+    "one cycle, momentum too": lambda optimizer, total: OneCycleLR(
+        optimizer, optimizer.defaults["lr"], total_steps=total
+    ),
+    "warm-up and cosine": lambda optimizer, total: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=5), CosineAnnealingLR(optimizer, total - 5)], [5]
+    ),
+}
+FAST = {"RAMDA": 0.1, "RMDA": 1.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "kernels": {"fused": True},
+    "capturable": {"capturable": True},
+    "capturable kernels": {"fused": True, "capturable": True},
+}
+
+
+def regression(**settings: Any) -> tuple[nn.Parameter, Callable[[Any, int], None]]:
+    """Least squares with 3 of 8 columns at work, and noise in the gradients."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(4, 8, generator=generator) * (torch.arange(8) < 3)
+    w = nn.Parameter(torch.randn(4, 8, generator=generator))
+
+    def go(optimizer: Any, seed: int) -> None:
+        noise = torch.randn(w.shape, generator=torch.Generator().manual_seed(seed))
+        w.grad = (w - truth + 0.3 * noise).detach()
+        optimizer.step()
+
+    return w, go
+
+
+def penalised(w: nn.Parameter, lam: float = 0.2) -> list[dict[str, Any]]:
+    return [{"params": [w], "penalty": espalier.GroupLasso(lam)}]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings"),
+    [*((schedule, "eager") for schedule in TORCH_SCHEDULES), *(("warm-up and cosine", kind) for kind in SETTINGS)],
+)
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+def test_a_run_of_known_length_ends_with_exact_zeros(case: OptimizerCase, schedule: str, settings: str) -> None:
+    total = 40
+    w, go = regression()
+    optimizer = case(penalised(w), lr=FAST[case.name], total_steps=total, **SETTINGS[settings])
+    scheduler = TORCH_SCHEDULES[schedule](optimizer, total)
+    for seed in range(total):
+        go(optimizer, seed)
+        if seed == 20:
+            assert not (w == 0).any()
+        scheduler.step()
+    with optimizer.structured():
+        z = w.detach().clone()
+    assert torch.allclose(w, z, rtol=1e-5)  # z itself, except for where its iteration began
+    assert torch.equal(w == 0, z == 0)
+    assert 0 < int((w == 0).all(0).sum()) < 8
+    assert espalier.structure(optimizer).group_sparsity > 0
+
+
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+@pytest.mark.parametrize(("total", "momentum"), [(400, 0.9), (1000, 0.9), (60, 0.9), (1, 0.9), (3, 0.5), (40, 0.0)])
+def test_c_grows_to_one_when_95_percent_of_the_run_is_done(case: OptimizerCase, total: int, momentum: float) -> None:
+    w, optimizer = make(case, momentum=momentum, total_steps=total)
+    c, end = 1 - momentum, total - total // 20
+    length = min((1 / c) ** 2, max(end // 4, 1))  # of the ramp
+    for n in range(1, total + 4):  # and a few steps more than it was told
+        step(w, optimizer, n)
+        i = max(n - (end - round(length)), 0)
+        expected = max(c, min(1, math.sqrt(i / length)))
+        seen = optimizer._averaging({"step": n, "alpha": 1.0}, optimizer.param_groups[0])
+        assert seen == pytest.approx(expected, abs=1e-8)
+        assert (seen == 1) == (n >= end or momentum == 0)
+
+
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+def test_the_end_of_a_run_does_not_depend_on_restarts_gaps_or_late_parameters(case: OptimizerCase) -> None:
+    total = 40
+    (w, go), v, late = regression(), *(nn.Parameter(torch.randn(4, 8)) for _ in range(2))
+    optimizer = case([{"params": [w, v], "penalty": espalier.GroupLasso(0.2)}], total_steps=total, skip_nonfinite=True)
+    for n in range(total):
+        if n == 5:
+            optimizer.restart()
+        if n == 30:
+            optimizer.add_param_group({"params": [late], "penalty": espalier.GroupLasso(0.2)})
+        v.grad = torch.randn_like(v) if n % 3 else None
+        if n in (7, 33):
+            v.grad = torch.full_like(v, math.nan)  # skipped, and yet a step of the user's loop
+        late.grad = torch.randn_like(late)
+        go(optimizer, n)
+    before = [p.detach().clone() for p in (w, v, late)]
+    with optimizer.structured():
+        for p, x in zip((w, v, late), before, strict=True):
+            assert torch.allclose(p, x, rtol=1e-5)
+            assert torch.equal(p == 0, x == 0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+def test_a_run_of_known_length_resumes_to_the_bit(case: OptimizerCase, settings: Any) -> None:
+    total = 20
+    (a, go_a), (b, go_b), (c, go_c) = (regression() for _ in range(3))
+    whole, resumed = (case(penalised(w), lr=FAST[case.name], total_steps=total, **settings) for w in (a, b))
+    for seed in range(17):  # into the ramp
+        go_a(whole, seed)
+        go_b(resumed, seed)
+    file = io.BytesIO()
+    torch.save(resumed.state_dict(), file)
+    file.seek(0)
+    with torch.no_grad():
+        c.copy_(b)
+    fresh = case(penalised(c), **settings)  # the checkpoint knows the length
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    for seed in range(17, total):
+        go_a(whole, seed)
+        go_c(fresh, seed)
+    assert torch.equal(a, c)
+    assert (c == 0).any()
+
+
+@pytest.mark.parametrize("ramp", [False, True])
+def test_a_checkpoint_from_before_the_ramp_at_the_end_still_loads(ramp: bool) -> None:
+    w, go = regression()
+    optimizer = espalier.RAMDA(penalised(w))
+    optimizer.param_groups[0]["ramp"] = ramp
+    for seed in range(5):
+        go(optimizer, seed)
+    saved = optimizer.state_dict()
+    for key in ("total_steps", "steps", "floor"):
+        del saved["param_groups"][0][key]
+    fresh = espalier.RAMDA(penalised(w), total_steps=20)
+    fresh.load_state_dict(saved)
+    group = fresh.param_groups[0]
+    assert (group["ramp"], group["total_steps"], group["steps"]) == (ramp, 20, 5)
+
+
+@pytest.mark.parametrize(("total", "error"), [(0, ValueError), (-1, ValueError), (10.5, TypeError), (True, TypeError)])
+def test_a_wrong_length_is_refused(total: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="total_steps must be"):
+        espalier.RAMDA([nn.Parameter(torch.ones(1))], total_steps=total)

@@ -38,7 +38,8 @@ GAMMA = tl.constexpr(7)
 LR = tl.constexpr(8)
 EPS = tl.constexpr(9)
 RAMP = tl.constexpr(10)
-OPTIONS = tl.constexpr(11)
+FLOOR = tl.constexpr(11)
+OPTIONS = tl.constexpr(12)
 
 # columns of the scalars
 GAIN = tl.constexpr(0)

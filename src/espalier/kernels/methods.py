@@ -45,7 +45,7 @@ INTERPRETED = tl.constexpr(interpreted())
 
 @triton.jit(do_not_specialize=["tensors", "counted"])
 def tick(
-    clocks, scalars, counters, finite, lr_at, eps_at, ramp_at, given, tensors, counted,
+    clocks, scalars, counters, finite, lr_at, eps_at, ramp_at, floor_at, given, tensors, counted,
     METHOD: tl.constexpr, UPDATE: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every parameter's clock one step later, and what the step's equations need of it; the counters at zero."""
@@ -87,6 +87,7 @@ def tick(
         # c_t = min(c √i, 1) in the last stage, with the slack of `ramped`
         grown = tl.minimum(c * tl.sqrt(t) * (1 + 1e-9), 1.0)
         c = tl.where(tl.load(ramp_at) != 0, grown, c)
+        c = tl.maximum(c, tl.load(floor_at))  # toward the end of a run of known length
     elif METHOD == "prox_sgd":
         tl.store(out + GAIN, (1 - first).to(tl.float32))
         tl.store(out + PULL, lr.to(tl.float32))

@@ -13,9 +13,9 @@ from espalier.kernels import capturing, columns
 from espalier.penalties import L1
 
 # beside the group's penalty
-_OPTIONS = ("lr", "eps", "ramp", "betas", "momentum", "weight_decay")
+_OPTIONS = ("lr", "eps", "ramp", "floor", "betas", "momentum", "weight_decay")
 # of these, what may be a tensor on the device
-_THERE = {"lr": columns.LR, "eps": columns.EPS, "ramp": columns.RAMP}
+_THERE = {"lr": columns.LR, "eps": columns.EPS, "ramp": columns.RAMP, "floor": columns.FLOOR}
 Alignments: TypeAlias = tuple[tuple[torch.dtype, int], ...]
 
 
@@ -31,7 +31,7 @@ class Options:
         self._given: list[Any] = []
 
     def current(self) -> tuple[Sequence[Tensor], Alignments]:
-        """lr, eps and ramp on the device, where they may be tensors already; the other options go along."""
+        """lr, eps, ramp and floor on the device, where they may be tensors already; the other options go along."""
         group, penalty = self._group, self._group["penalty"]
         given = [penalty, *map(group.get, _OPTIONS)]
         plain = not any(isinstance(value, Tensor) for value in given)

@@ -37,7 +37,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
 
 # What a captured graph must find on the device, for it changes from stage to stage.
-DEVICE_OPTIONS = {"lr", "eps", "ramp"}
+DEVICE_OPTIONS = {"lr", "eps", "ramp", "steps", "floor"}
 # How this machine steps: not for a checkpoint to say.
 OWN = ("skip_nonfinite", "fused", "capturable")
 
@@ -114,6 +114,9 @@ class StructuredOptimizer(Optimizer, ABC):
     def _averaging(self, clock: Clock, group: Group) -> Scalar:
         """c of w ← (1 − c) w + c z."""
         return 1.0
+
+    def _begin_step(self) -> None:
+        """What changes in the groups with every call of step()."""
 
     # ------------------------------------------------------------------------------------------------ groups
 
@@ -201,6 +204,7 @@ class StructuredOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         check_dense(self.param_groups)
+        self._begin_step()
         finite = all_finite(self._parameters()) if self.defaults["skip_nonfinite"] else True
         if finite is False:
             return loss

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from espalier.checks import check_number
 from espalier.optim.arithmetic import add_square
 from espalier.optim.base import Clock, Group, Tensors
-from espalier.optim.dual_averaging import DualAveraging
+from espalier.optim.dual_averaging import DualAveraging, ramp_options
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem, add_scaled
 
@@ -22,6 +22,8 @@ class RAMDA(DualAveraging):
         lr: η.
         momentum: the share of the old weights that a step keeps; the paper's c is 1 − momentum.
         eps: ε of the metric ∛U + ε.
+        total_steps: optimizer steps of the whole run. Given them, c grows to 1 over the last of them, under any
+            learning rate schedule, so that the run ends with exact zeros in the weights. `WarmupCosine` sets it.
         solver: "auto", "exact", "pg", "newton", "dr" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
@@ -39,6 +41,7 @@ class RAMDA(DualAveraging):
         momentum: float = 0.9,
         eps: float = 1e-6,
         *,
+        total_steps: int | None = None,
         solver: str | Solver = "auto",
         maximize: bool = False,
         skip_nonfinite: bool = False,
@@ -53,7 +56,7 @@ class RAMDA(DualAveraging):
             skip_nonfinite=skip_nonfinite,
             fused=fused,
             capturable=capturable,
-            options={"momentum": momentum, "ramp": False, "eps": eps},
+            options={"momentum": momentum, **ramp_options(total_steps), "eps": eps},
         )
 
     def _check_group(self, group: Group) -> None:

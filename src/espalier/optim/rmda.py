@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from espalier.optim.base import Clock, Group, Tensors
-from espalier.optim.dual_averaging import DualAveraging
+from espalier.optim.dual_averaging import DualAveraging, ramp_options
 from espalier.solvers import Solver
 from espalier.subproblem import Scalar, Subproblem, add_scaled
 
@@ -20,6 +20,8 @@ class RMDA(DualAveraging):
         params: parameter groups from `espalier.regularize`, written by hand, or plain parameters.
         lr: η.
         momentum: the share of the old weights that a step keeps; the paper's c is 1 − momentum.
+        total_steps: optimizer steps of the whole run. Given them, c grows to 1 over the last of them, under any
+            learning rate schedule, so that the run ends with exact zeros in the weights. `WarmupCosine` sets it.
         solver: "auto", "exact", "pg", "newton", "dr" or a solver object.
         maximize: maximise the objective.
         skip_nonfinite: a step whose gradients hold NaN or Inf changes nothing.
@@ -37,6 +39,7 @@ class RMDA(DualAveraging):
         lr: float = 1e-1,
         momentum: float = 0.9,
         *,
+        total_steps: int | None = None,
         solver: str | Solver = "auto",
         maximize: bool = False,
         skip_nonfinite: bool = False,
@@ -51,7 +54,7 @@ class RMDA(DualAveraging):
             skip_nonfinite=skip_nonfinite,
             fused=fused,
             capturable=capturable,
-            options={"momentum": momentum, "ramp": False},
+            options={"momentum": momentum, **ramp_options(total_steps)},
         )
 
     def _buffers(self, group: Group) -> tuple[str, ...]:
