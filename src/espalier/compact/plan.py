@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from espalier.compact.attributes import Key, Use
 from espalier.compact.trace import Reader, Trace
 from espalier.compact.units import RIGID
 
@@ -20,6 +21,7 @@ class Plan:
 
     roots: Tensor
     live: Tensor  # by root
+    attributes: dict[Key, int] = field(default_factory=dict)  # those that change
 
     def stays(self, labels: Tensor) -> Tensor:
         return self.live[self.roots[labels]]
@@ -43,6 +45,17 @@ def plan(trace: Trace, align: int, care: int) -> Plan:
         trace.readers[:] = [replace(r, folds=r.folds & False) for r in trace.readers]
     for units in trace.risky if care > 1 else ():
         trace.units.pin(units)
+    _together(trace)
+    while True:
+        found = _found(trace, align, care)
+        attributes, wrong = _attributes(trace, found)
+        if not wrong:
+            return replace(found, attributes=attributes)
+        for use in wrong:
+            _keep(trace, use)
+
+
+def _found(trace: Trace, align: int, care: int) -> Plan:
     roots = trace.units.roots()
     live = torch.zeros(len(roots), dtype=torch.bool)
     live[RIGID] = True
@@ -51,6 +64,54 @@ def plan(trace: Trace, align: int, care: int) -> Plan:
     _spread(trace, found)
     _round(trace, found, align)
     return found
+
+
+def _together(trace: Trace) -> None:
+    """As many channels must stay wherever one attribute is their number."""
+    sized = defaultdict(list)
+    for use in trace.uses:
+        if use.key is not None and use.labels is not None:
+            sized[use.key].append(use.labels)
+    trace.equal += [vectors for vectors in sized.values() if len(vectors) > 1]
+
+
+def _attributes(trace: Trace, found: Plan) -> tuple[dict[Key, int], list[Use]]:
+    """The attributes that change with the numbers of channels, and the uses that this would make wrong."""
+    after: dict[Key, int] = {}
+    for use in trace.uses:
+        if use.key is not None and use.labels is not None:
+            after[use.key] = int(found.stays(use.labels).sum())
+    for use in trace.uses:
+        if use.labels is not None and use.key is None and not after.keys() & use.keys.keys():
+            after |= _factor(use, found)
+    wrong = []
+    for use in trace.uses:
+        expected = use.expected if use.labels is None else int(found.stays(use.labels).sum())
+        try:
+            right = use.after(after) == expected
+        except ArithmeticError:  # such as a division by what is zero now
+            right = False
+        if not right:
+            wrong.append(use)
+    before = {key: value for use in trace.uses for key, value in use.keys.items()}
+    return {key: n for key, n in after.items() if n != before[key]}, wrong
+
+
+def _factor(use: Use, found: Plan) -> dict[Key, int]:
+    """Of a size such as num_heads · head_dim, the factor that is the number of what leaves as a whole."""
+    assert use.labels is not None
+    blocks = torch.unique(found.roots[use.labels])
+    counts = [key for key, value in use.keys.items() if value == len(blocks)]
+    return {counts[0]: int(found.live[blocks].sum())} if len(counts) == 1 else {}
+
+
+def _keep(trace: Trace, wrong: Use) -> None:
+    """The channels whose number would have to change what was read here."""
+    for use in trace.uses:
+        if use.labels is not None and (use is wrong or use.keys.keys() & wrong.keys.keys()):
+            trace.units.pin(use.labels)
+    for module, name in wrong.keys:
+        trace.tell(module, f"{name} is read as more than a number of channels, so it stays, and they do")
 
 
 def shared_folds(readers: list[Reader]) -> Iterator[Reader]:

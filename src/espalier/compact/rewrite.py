@@ -13,12 +13,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from espalier.compact.attention import HeadAttention
+from espalier.compact.attributes import Key, set_attribute
 from espalier.compact.cells import CELLS, GatherCell
 from espalier.compact.layers import Gather, LowRank, factor
 from espalier.compact.layout import select
 from espalier.compact.plan import Plan
 from espalier.compact.report import LowRankRow
-from espalier.compact.trace import Reader, Split, Trace, get
+from espalier.compact.trace import Reader, Trace, get
 
 
 @dataclass
@@ -28,8 +29,7 @@ class Kept:
     index: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)  # dense name: name in the smaller model
     gone: set[str] = field(default_factory=set)  # parameters that have no counterpart
-    # (module, attribute): its new value; an attribute of an object is written "config.num_heads"
-    attributes: dict[tuple[str, str], int] = field(default_factory=dict)
+    attributes: dict[Key, int] = field(default_factory=dict)  # that changed, by attributes.set_attribute
 
     def narrow(self, name: str, dim: int, index: Tensor) -> None:
         """A further selection from what stayed."""
@@ -50,8 +50,9 @@ def remove(model: nn.Module, trace: Trace, plan: Plan, kept: Kept) -> bool:
             _assign(model, name, select(get(model, name), dim, index.to(get(model, name).device)))
     for name, labels in trace.gathers.items():
         _select_anew(model, name, plan.stays(labels))
-    for split in trace.splits:
-        _fix_counts(model.get_submodule(split.module), split, plan, kept)
+    kept.attributes |= plan.attributes
+    for key, value in plan.attributes.items():
+        set_attribute(model, key, value)
     for module in model.modules():
         fix_sizes(module)
     for name, (heads, unit) in trace.heads.items():
@@ -149,19 +150,6 @@ def _select_anew(model: nn.Module, name: str, stays: Tensor) -> None:
     module: Any = model.get_submodule(name.rpartition(".")[0])
     if name.endswith(".input_index"):
         module.input_size = int(stays.sum())
-
-
-def _fix_counts(module: nn.Module, split: Split, plan: Plan, kept: Kept) -> None:
-    """Attributes such as num_heads by which a module's code reshapes."""
-    stay = int(plan.stays(split.labels).sum())
-    for k, v in vars(module).items():
-        if isinstance(v, int) and not isinstance(v, bool) and "head" in k:
-            if v == split.count and "size" not in k and "dim" not in k:
-                kept.attributes[split.module, k] = stay
-                setattr(module, k, stay)
-            elif v == split.count * split.length:
-                kept.attributes[split.module, k] = stay * split.length
-                setattr(module, k, stay * split.length)
 
 
 def fix_sizes(module: nn.Module) -> None:

@@ -249,7 +249,11 @@ def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str]) -> Trace:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it goes past the modules
     try:
-        trace = tracer.run(*cloned(inputs))
+        try:
+            trace = tracer.run(*cloned(inputs))
+        except Exception:  # code may want integers that are nothing more
+            tracer = Tracer(model, ignore, follow=False)
+            trace = tracer.run(*cloned(inputs))
     except Exception as error:
         where = tracer.place
         way_out = f" Leave that module alone by ignore=[{where!r}]."

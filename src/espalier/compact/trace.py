@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from espalier.compact.attributes import Recorder, Use
 from espalier.compact.layout import Given
 from espalier.compact.units import RIGID, Units
 from espalier.compact.walk import tensors_in
@@ -48,16 +49,6 @@ class Reader:
     dim: int = -1  # of its input, that the columns read
 
 
-@dataclass(frozen=True)
-class Split:
-    """A dimension of channels cut in two by a reshape: `count` blocks of `length`, which go as a whole."""
-
-    module: str
-    count: int
-    length: int
-    labels: Tensor
-
-
 @dataclass
 class Trace:
     """What one run has shown."""
@@ -67,7 +58,7 @@ class Trace:
     readers: list[Reader] = field(default_factory=list)
     needs: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # while one of the first lives, so do the second
     equal: list[list[Tensor]] = field(default_factory=list)  # as many must stay of each
-    splits: list[Split] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)  # of modules' integer attributes
     gathers: dict[str, Tensor] = field(default_factory=dict)  # by index, the labels of what it selects from
     cells: dict[str, tuple[Reader, Reader]] = field(default_factory=dict)  # those that read inputs, and their own units
     heads: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)  # those read, and a unit of the weights'
@@ -84,9 +75,10 @@ class Trace:
 class Tracer(TorchFunctionMode):
     """Runs a model and fills a Trace."""
 
-    def __init__(self, model: nn.Module, ignore: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, ignore: Sequence[str], *, follow: bool = True) -> None:
+        """follow: whether to see what the code does with the integer attributes of modules."""
         super().__init__()
-        self.model, self.trace = model, Trace()
+        self.model, self.trace, self._follow = model, Trace(), follow
         self._ignore = set(ignore)
         self._tags: Any = WeakIdKeyDictionary()
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -116,6 +108,8 @@ class Tracer(TorchFunctionMode):
                 )
                 if not inside and (name in self._ignore or rule is not None or odd):
                     stack.enter_context(_replaced(module, self._as_one(name, module, rule)))
+            if self._follow:
+                stack.enter_context(Recorder(self.trace.uses).following(self.model))
             stack.enter_context(self)
             stack.enter_context(torch.no_grad())
             out = self.model(*args, **kwargs)

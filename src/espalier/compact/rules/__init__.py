@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from espalier.compact.attributes import followed
 from espalier.compact.rules.channelwise import along, batch_norm, instance_norm, norm_over, pool, prelu, reduce
 from espalier.compact.rules.common import Arguments, Rule, Unknown, names
 from espalier.compact.rules.moves import chunk, cut, fresh, item, join, move, pad, reshape
@@ -55,30 +56,37 @@ def apply(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__
     out = func(*args, **kwargs)
+    noted = False
     if name not in _LOOKS:
         known = name if name in RULES else name.rstrip("_")
-        _note(tracer, known, args, kwargs, out)
+        noted = _note(tracer, known, args, kwargs, out)
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             tracer.written(args[0] if args else out, known in RULES)
+    # what an attribute holds must stay, unless a rule saw that it is a number of channels
+    for number in followed(args, kwargs) if not noted else ():
+        number.must_stay()
     return out
 
 
-def _note(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def _note(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether the rule has seen to the sizes that are given."""
     given = [x for x in tensors_in([args, kwargs]) if tracer.tracked(x) or tracer.name(x)]
     if not given:
-        return
-    rule = RULES.get(name)
+        return False
+    rule, understood = RULES.get(name), False
     tracer.slotted.clear()
     try:
         if rule is None or "out" in kwargs:
             raise Unknown
         rule(tracer, name, _by_name(rule, args, kwargs), out)
+        understood = True
     except (Unknown, LookupError, TypeError, ValueError, RuntimeError):
         tracer.pin([args, kwargs], f"{name} is not understood, and keeps all channels")
     # a parameter that a rule did not give channels to is used in a way of its own
     for found in {tracer.name(x) for x in given} - tracer.slotted:
         if found:
             tracer.refuse(found)
+    return understood and rule in (reshape, move)
 
 
 def _by_name(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

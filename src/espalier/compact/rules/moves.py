@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from espalier.compact.attributes import Seen, followed
 from espalier.compact.rules.common import Arguments, Unknown, along_label, checked
-from espalier.compact.trace import Split, Tag, Tracer, shortest, varies
+from espalier.compact.trace import Tag, Tracer, shortest, varies
 
 
 def reshape(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
@@ -23,16 +25,42 @@ def reshape(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
         # blocks go as a whole, so that what is left is a rectangle again
         blocks = shortest(label).movedim(dims[0], 0).flatten(1)
         tracer.trace.units.join(blocks, blocks[:, :1].expand_as(blocks))
-        tracer.trace.splits.append(Split(tracer.place, blocks.shape[0], blocks.shape[1], blocks[:, 0]))
-    _by_sizes(tracer, a, out, label)
+    _by_sizes(tracer, name, a, out, label)
     tracer.set(out, label, tag.constant.reshape(out.shape))
 
 
-def _by_sizes(tracer: Tracer, a: Arguments, out: Tensor, label: Tensor) -> None:
-    """Sizes that are given for channels may be written in the code."""
-    sizes = [n for n in tree_leaves([a["args"][1:], a["kwargs"]]) if isinstance(n, int)]
-    if any(out.shape[d] in sizes for d in varies(label)[:1]):
+def _by_sizes(tracer: Tracer, name: str, a: Arguments, out: Tensor, label: Tensor) -> None:
+    """Sizes that are given for channels: an attribute holds them, or they may be written in the code."""
+    dim = next(iter(varies(label)), None)
+    counted = None if dim is None else _size_of(dim, name, a, out)
+    given = [a["args"][1:], a["kwargs"]]
+    for number in followed(given):
+        if number is counted:
+            number.is_size(shortest(label).movedim(dim, 0).flatten(1)[:, 0])
+            counted = None  # the same number at another place is none of channels
+        else:
+            number.must_stay()
+    plain = [n for n in tree_leaves(given) if isinstance(n, int) and not isinstance(n, Seen)]
+    if dim is not None and out.shape[dim] in plain:
         tracer.trace.risky.append(shortest(label).reshape(-1))
+
+
+def _size_of(dim: int, name: str, a: Arguments, out: Tensor) -> Seen | None:
+    """The followed number that is given as the size of this dimension of the result."""
+    if name not in ("view", "reshape", "unflatten", "expand", "broadcast_to"):
+        return None
+    rest, by_name, first = a["args"][1:], a["kwargs"], 0
+    if name == "unflatten":
+        first = by_name.get("dim", rest[0] if rest else 0) % a["args"][0].dim()
+        given = by_name.get("sizes", rest[1:])
+    else:
+        given = by_name.get("shape", by_name.get("size", rest))
+    if len(given) == 1 and isinstance(given[0], Sequence):
+        given = given[0]
+    if name in ("expand", "broadcast_to"):
+        first = out.dim() - len(given)
+    found = given[dim - first] if 0 <= dim - first < len(given) else None
+    return found if isinstance(found, Seen) else None
 
 
 def fresh(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
@@ -54,8 +82,7 @@ def move(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
         return cast(Tensor, method.__get__(t) if name in ("T", "mT") else method(t, *rest, **a["kwargs"]))
 
     label = moved(tag.label)
-    if name in ("expand", "broadcast_to"):
-        _by_sizes(tracer, a, out, label)
+    _by_sizes(tracer, name, a, out, label)
     tracer.set(out, label, moved(tag.constant))
 
 
