@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ CHANGED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     ),
     "shape + sizes": (
         lambda: Attention(
-            lambda s, x: attend(s, x, lambda s, h: h.view(h.shape[:-1] + (s.heads, 8)), flat), heads=4
+            lambda s, x: attend(s, x, lambda s, h: h.view(operator.add(h.shape[:-1], (s.heads, 8))), flat),
+            heads=4,
         ),
         {"heads": 2},
     ),
@@ -186,7 +188,9 @@ CHANGED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         lambda: Attention(lambda s, x: by_heads(s, x) if s.q(x).shape[2] == s.heads * 8 else x, heads=4),
         {"heads": 2},
     ),
-    "not asked for": (lambda: Attention(lambda s, x: attend(s, x, cut_by(lambda s: -1, 8), flat), heads=4), {"heads": 4}),
+    "not asked for": (
+        lambda: Attention(lambda s, x: attend(s, x, cut_by(lambda s: -1, 8), flat), heads=4), {"heads": 4}
+    ),
 }  # fmt: skip
 
 

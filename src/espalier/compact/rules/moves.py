@@ -35,7 +35,7 @@ def _by_sizes(tracer: Tracer, name: str, a: Arguments, out: Tensor, label: Tenso
     counted = None if dim is None else _size_of(dim, name, a, out)
     given = [a["args"][1:], a["kwargs"]]
     for number in followed(given):
-        if number is counted:
+        if number is counted and dim is not None:
             number.is_size(shortest(label).movedim(dim, 0).flatten(1)[:, 0])
             counted = None  # the same number at another place is none of channels
         else:
