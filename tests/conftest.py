@@ -16,6 +16,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # tests drive λ to extremes on purpose; those of the warning itself ask for it
+    config.addinivalue_line("filterwarnings", "ignore::espalier.StructureWarning")
+
+
 @pytest.fixture(autouse=True)
 def nothing_timed_yet() -> Iterator[None]:
     """What one test made up as a layer's time is not for the next."""

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from espalier.groupings import as_grouping, partition_of
+from espalier.optim.base import StructuredOptimizer
 from espalier.optim.checkpoint import Group, named
+from espalier.optim.emptied import Layer, may_empty, too_strong, warn_of_emptied
 from espalier.penalties.base import Penalty, Structure
 from espalier.tables import table
 
@@ -39,9 +41,15 @@ def _share(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class StructureReport:
-    """The structure of all penalised tensors, each and together. Shares are between 0 and 1; print it for a table."""
+    """The structure of all penalised tensors, each and together. Shares are between 0 and 1; print it for a table.
+
+    Attributes:
+        layers: one row for each penalised tensor.
+        warnings: what is wrong with the structure, such as layers without any group left; one line each.
+    """
 
     layers: tuple[LayerStructure, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def _grouped(self) -> list[LayerStructure]:
@@ -96,11 +104,25 @@ class StructureReport:
             ]
         if len(self._grouped) < len(self.layers):
             totals.append(f"low-rank level {self.low_rank_level:.2%}")
-        return f"{table(head, rows)}\n\n{', '.join(totals)}"
+        return "\n".join((table(head, rows), "", ", ".join(totals), *(f"warning: {w}" for w in self.warnings)))
 
 
-def _penalised(target: Optimizer | Iterable[Group]) -> list[tuple[str, Tensor, Structure, int]]:
-    """Name, tensor, structure and number of groups of each penalised parameter."""
+@dataclass(frozen=True)
+class _Penalised:
+    """A penalised parameter with the structure that it has now."""
+
+    name: str
+    tensor: Tensor
+    penalty: Penalty
+    structure: Structure
+    groups: int
+
+    @property
+    def empty(self) -> bool:
+        return bool(self.structure.zero.all())
+
+
+def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
     found = []
     groups = target.param_groups if isinstance(target, Optimizer) else _listed(target)
     for j, group in enumerate(groups):
@@ -111,13 +133,24 @@ def _penalised(target: Optimizer | Iterable[Group]) -> list[tuple[str, Tensor, S
         for p, name in _with_names(group, j):
             groups_of_p = partition_of(grouping, p.shape)
             x = groups_of_p.split(p.detach())
-            found.append((name, p, penalty.structure(x, groups_of_p), groups_of_p.count))
+            found.append(_Penalised(name, p, penalty, penalty.structure(x, groups_of_p), groups_of_p.count))
     if not found:
         raise ValueError(
             "there is no penalised parameter to look at. Pass an Espalier optimizer, or the groups that "
             "espalier.regularize returned."
         )
     return found
+
+
+def _trained(target: Optimizer | Iterable[Group], found: Iterable[_Penalised]) -> list[Layer]:
+    """The parameters that an optimizer of this package has trained. Groups alone do not say what was trained."""
+    if not isinstance(target, StructuredOptimizer):
+        return []
+    return [
+        Layer(x.name, x.tensor, x.penalty, x.empty)
+        for x in found
+        if target.state.get(x.tensor) and x.tensor.numel() and may_empty(x.penalty)
+    ]
 
 
 def _listed(groups: Iterable[Group]) -> list[Group]:
@@ -138,22 +171,27 @@ def _with_names(group: Group, index: int) -> Iterable[tuple[Tensor, str]]:
 def structure(target: Optimizer | Iterable[Group]) -> StructureReport:
     """The structure of the weights that an optimizer, or groups from `regularize`, penalise.
 
-    Look inside `optimizer.structured()` to see the structured point of a dual averaging method.
+    Look inside `optimizer.structured()` to see the structured point of a dual averaging method. A trained layer that is
+    zero as a whole stands in the report's warnings. A `StructureWarning` says so too, once for each layer.
     """
-    layers = []
-    for name, p, found, count in _penalised(target):
-        layers.append(
-            LayerStructure(
-                name=name,
-                shape=tuple(p.shape),
-                groups=count,
-                zero_groups=int(found.zero.sum()),
-                zero_elements=p.numel() - int(p.count_nonzero()),
-                rank=None if found.rank is None else int(found.rank.sum()),
-                full_rank=None if found.full_rank is None else count * found.full_rank,
-            )
-        )
-    return StructureReport(tuple(layers))
+    found = _penalised(target)
+    trained = _trained(target, found)
+    if isinstance(target, StructuredOptimizer):
+        warn_of_emptied(target, trained, stacklevel=2)
+    return StructureReport(tuple(map(_measured, found)), too_strong(trained))
+
+
+def _measured(x: _Penalised) -> LayerStructure:
+    rank, full_rank = x.structure.rank, x.structure.full_rank
+    return LayerStructure(
+        name=x.name,
+        shape=tuple(x.tensor.shape),
+        groups=x.groups,
+        zero_groups=int(x.structure.zero.sum()),
+        zero_elements=x.tensor.numel() - int(x.tensor.count_nonzero()),
+        rank=None if rank is None else int(rank.sum()),
+        full_rank=None if full_rank is None else x.groups * full_rank,
+    )
 
 
 @dataclass(frozen=True)
@@ -186,21 +224,27 @@ class StructureMonitor:
         self._last: dict[str, Tensor] = {}
 
     def look(self) -> Change:
-        """Compare the weights' structure with that of the last look; the first look sees no flip."""
+        """Compare the weights' structure with that of the last look; the first look sees no flip.
+
+        Warns, once for each layer, of a trained layer that is zero as a whole.
+        """
         self._look += 1
         flipped = groups = 0
-        for i, (name, _, found, count) in enumerate(_penalised(self._target)):
-            key = f"{i} {name}"  # two groups may both hold a "weight"
-            now = (found.zero if found.rank is None else found.rank).cpu()
+        found = _penalised(self._target)
+        for i, x in enumerate(found):
+            key = f"{i} {x.name}"  # two groups may both hold a "weight"
+            now = (x.structure.zero if x.structure.rank is None else x.structure.rank).cpu()
             if key in self._last:
                 if now.shape != self._last[key].shape:
                     raise ValueError(
-                        f"{name} had {len(self._last[key])} groups and has {len(now)} now. "
+                        f"{x.name} had {len(self._last[key])} groups and has {len(now)} now. "
                         "Begin a new monitor for another model."
                     )
                 flipped += int((now != self._last[key]).sum())
             self._last[key] = now
-            groups += count
+            groups += x.groups
+        if isinstance(self._target, StructuredOptimizer):
+            warn_of_emptied(self._target, _trained(self._target, found), stacklevel=2)
         if flipped or self._look == 1:
             self._stable_since = self._look
         return Change(self._look, flipped, groups, self._stable_since)

@@ -26,6 +26,7 @@ from espalier.optim.arithmetic import average
 from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
+from espalier.optim.emptied import warn_of_emptied
 from espalier.optim.gradients import all_finite, check_dense
 from espalier.optim.together import update_together
 from espalier.partition import Partition
@@ -341,6 +342,8 @@ class StructuredOptimizer(Optimizer, ABC):
                         left = fused.deliver(group, left)
                     for p in left:
                         p.copy_(self._structured_point(group, p, self.state[p], names[p]))
+            if not kernels.capturing():
+                warn_of_emptied(self, stacklevel=3)  # above: contextlib, and whoever enters
             yield self
         finally:
             self._in_structured = False
