@@ -16,6 +16,7 @@ import espalier
 from espalier.app.cookbook import parse
 from espalier.app.data import open_data
 from espalier.app.errors import Problem, one_line
+from espalier.app.lock import locked
 from espalier.app.look import Looker, at_structured_point
 from espalier.app.recipe import Recipe
 from espalier.app.run import Run, read, replacing
@@ -23,6 +24,7 @@ from espalier.app.tasks import Task, build, open_task
 from espalier.compact.denormals import denormal
 
 CPU = torch.device("cpu")
+When = Literal["auto", "always", "never"]
 
 
 def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
@@ -99,8 +101,8 @@ def shrink_run(
     *,
     data: Path | None = None,
     hub: bool = False,
-    gather: Literal["auto", "always", "never"] = "auto",
-    low_rank: Literal["auto", "always", "never"] = "always",
+    gather: When = "auto",
+    low_rank: When = "always",
     align: int | None = None,
     batch: int | None = None,
     device: torch.device = CPU,
@@ -112,8 +114,23 @@ def shrink_run(
     happens on the device, latency included. It is that of a batch of examples saved with the run, or of so many others.
     `tell` hears what is being done.
     """
-    tell("Shrinking and checking ...")
-    found = open_delivered(path, device)
+    read(path)  # a directory without a run gets no lock
+    with locked(path, "shrink"):
+        tell("Shrinking and checking ...")
+        return _shrunk(open_delivered(path, device), data, hub, gather, low_rank, align, batch, tell)
+
+
+def _shrunk(
+    found: Delivered,
+    data: Path | None,
+    hub: bool,
+    gather: When,
+    low_rank: When,
+    align: int | None,
+    batch: int | None,
+    tell: Callable[[str], object],
+) -> espalier.Shrunk:
+    path, device = found.run.path, found.device
     task = _task(found, data, hub)
     timed = found.examples
     if batch is not None:
@@ -193,8 +210,13 @@ def _shared(run: Run) -> dict[str, Any]:
 
 
 def export_run(path: Path, out: Path | None, format: str) -> tuple[Path, bool]:
-    """Export a run's shrunk model, or where it was not shrunk the structured one; where to, and whether shrunk."""
-    found = open_delivered(path)
+    """Export a run's shrunk model, or the structured one of a run that was not shrunk; where to, and whether shrunk."""
+    read(path)  # a directory without a run gets no lock
+    with locked(path, "export"):
+        return _exported(open_delivered(path), path, out, format)
+
+
+def _exported(found: Delivered, path: Path, out: Path | None, format: str) -> tuple[Path, bool]:
     shrunk = found.shrunk.exists()
     try:
         model = espalier.load(found.shrunk, found.build) if shrunk else found.model

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -20,13 +21,14 @@ from espalier.app.data import Order, open_data
 from espalier.app.deliver import deliver
 from espalier.app.errors import Problem, Stopped, one_line
 from espalier.app.graph import Replay
+from espalier.app.lock import locked
 from espalier.app.look import Looker
 from espalier.app.machine import Signals, clock, denormals_as_zeros, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule
 from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
 from espalier.app.recipe import STRUCTURED, Solver
-from espalier.app.run import Job, Run, begin, environment
+from espalier.app.run import Job, Run, begin, check_place, environment
 from espalier.app.tasks import open_task
 
 
@@ -36,13 +38,31 @@ def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
     With `resume`, go on from the last checkpoint, if there is one. Ctrl-C and SIGTERM write one and raise `Stopped`.
     """
     accelerator = make_accelerator(job)
-    run = begin(job, resume=resume)
-    accelerator.wait_for_everyone()  # nobody writes before all have looked
-    if run.finished:
-        progress.say(f"{job.out} is finished already.")
-        return run
-    with denormals_as_zeros():
-        return Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
+    check_place(job.out)
+    with _locked(job, accelerator):
+        run = begin(job, resume=resume)
+        accelerator.wait_for_everyone()  # nobody writes before all have looked
+        if run.finished:
+            progress.say(f"{job.out} is finished already.")
+            return run
+        with denormals_as_zeros():
+            return Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
+
+
+@contextmanager
+def _locked(job: Job, accelerator: Accelerator) -> Iterator[None]:
+    """The run's directory for these processes alone: the first has the lock, and the others hear if that failed."""
+    problem: Problem | OSError | None = None
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            try:
+                stack.enter_context(locked(job.out, "train"))
+            except (Problem, OSError) as error:
+                problem = error
+        said = gather_object([None if problem is None else str(problem)])[0]
+        if said is not None:
+            raise problem or Problem(said)
+        yield
 
 
 class Training:
@@ -89,7 +109,7 @@ class Training:
             self.stateful["scaler"] = accelerator.scaler
 
         self.at = Position()
-        if run.checkpoint.exists():
+        if run.facts and run.checkpoint.exists():  # `begin` has found this run, and resuming was asked for
             self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
         self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
         self.batches = self._stream()

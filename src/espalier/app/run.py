@@ -16,6 +16,7 @@ import torch
 
 from espalier import __version__
 from espalier.app.errors import Problem, one_line
+from espalier.app.lock import NAME as LOCK
 from espalier.app.recipe import Method, Recipe
 
 # that every run.json says
@@ -156,9 +157,16 @@ def begin(job: Job, *, resume: bool) -> Run:
             way_on = "delete it to run it again" if run.finished else "add --resume to go on"
             raise Problem(f"{job.out} holds this run already ({run.facts['status']}): {way_on}, or name another --out")
         return run
-    if job.out.exists() and (not job.out.is_dir() or any(not p.name.endswith(".part") for p in job.out.iterdir())):
-        raise Problem(f"{job.out} is there already and holds no run: name another --out")
+    check_place(job.out)
     return Run(job.out)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a path that holds something other than a run, before anything is written there."""
+    if not path.exists() or (path / "run.json").exists():
+        return
+    if not path.is_dir() or any(not (p.name == LOCK or p.name.endswith(".part")) for p in path.iterdir()):
+        raise Problem(f"{path} is there already and holds no run: name another --out")
 
 
 def _same(run: Run, job: Job) -> None:
