@@ -130,12 +130,6 @@ def test_modules_are_opened_unless_they_are_the_models_own() -> None:
     assert [x is other.weight for _, x in leaves([own, other], own={own})] == [True, False]
 
 
-def test_arrays_hold_no_tensors() -> None:
-    numpy = pytest.importorskip("numpy")
-    assert list(leaves([numpy.ones(3), numpy.float32(1), numpy.dtype("f4")])) == []
-    assert len(list(leaves(numpy.array([None])))) == 1
-
-
 def test_a_copy_with_other_tensors_leaves_what_was_given() -> None:
     given = [KEPT, X, {"a": (X, 3)}]
     made: Any = mapped(given, lambda x: x + 1)

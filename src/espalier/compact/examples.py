@@ -7,7 +7,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from espalier.compact.walk import mapped
 
 T = TypeVar("T")
 Inputs: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -36,8 +37,7 @@ def as_call(inputs: tuple[Any, ...]) -> Call:
 
 def cloned(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The inputs for one run: models write into theirs, by inplace=True."""
-    copied: tuple[Any, ...] = tree_map_only(Tensor, lambda t: t.detach().clone(), inputs)
-    return copied
+    return mapped(inputs, lambda t: t.detach().clone())
 
 
 def call(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -65,5 +65,4 @@ def random_like(inputs: T, seed: int) -> T:
         noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
         return (mean + noise * (std if x.min() < x.max() else 1.0)).to(t.device, t.dtype)
 
-    drawn: T = tree_map_only(Tensor, draw, inputs)
-    return drawn
+    return mapped(inputs, draw)

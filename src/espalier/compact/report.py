@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from espalier.compact.copies import for_a_run
 from espalier.compact.costs import flops_of, latency_of
-from espalier.compact.verify import Difference, settled
+from espalier.compact.runs import settled
+from espalier.compact.verify import Difference
 from espalier.tables import table
 
 # ends the reason of a layer that was kept only because its smaller form would not be faster
@@ -178,6 +180,7 @@ def measure(
     Latency takes about `seconds`; only one run each where the models are slower than that, and then none by layer.
     """
     names = _Names(dense)
+    dense, small = for_a_run(dense), for_a_run(small)  # what runs leave on them is thrown away
     with settled(dense, small):
         stored = [_stored(m) for m in (dense, small)]
         flops = [flops_of(m, inputs) for m in (dense, small)]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from espalier.checks import check_number
+from espalier.compact.copies import ShrinkError, copied, for_a_run, same_numbers
 from espalier.compact.denormals import denormal
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
 from espalier.compact.optimizer import carried_over
@@ -19,10 +20,11 @@ from espalier.compact.plan import Plan, plan, shared_folds
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
+from espalier.compact.runs import Run, dependent, kept_random, results, run
 from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer
-from espalier.compact.verify import Difference, ShrinkError, check, outputs
-from espalier.compact.walk import tensors_in
+from espalier.compact.verify import Difference, check, outputs
+from espalier.compact.walk import left_behind, tensors_in
 
 # what rounding a bias that takes up constants may change, in float32
 _FOLDED = 1e-6
@@ -96,31 +98,50 @@ def shrink(
     align = align or (_ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1)
     rank_tol = _RANK_TOL.get(_coarsest(model), 1e-2) if rank_tol is None else rank_tol
     check_number("rank_tol", rank_tol, high=1.0)
+    try:
+        with kept_random(model):
+            return _shrunk(
+                model, inputs, served if timed is not None else None, [as_given(x) for x in also],
+                ignore, gather, align, factors, rank_tol, latency, inplace,
+            )  # fmt: skip
+    except (ShrinkError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ShrinkError(f"the model cannot be shrunk: {type(error).__name__}: {error}") from error
+
+
+def _shrunk(
+    model: nn.Module, inputs: Call, served: Call | None, also: Sequence[Call], ignore: Sequence[str],
+    gather: str, align: int, factors: str, rank_tol: float, latency: bool, inplace: bool,
+) -> Shrunk:  # fmt: skip
+    """`shrink` of what was checked. Only copies are run, and none of them is handed out."""
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
-    original = _copied(model).eval()  # a model may write into its buffers
-    given, layers = "example inputs", {}
-    try:
-        outputs(original, inputs)
-        if timed is not None:
-            given = "inputs to time it with"
-            layers = inputs_given(original, served)
-    except Exception as error:
-        raise ShrinkError(f"the model itself fails on the {given}: {type(error).__name__}: {error}") from error
-    _trace(_copied(original), inputs, ignore)  # it must be possible before anything is removed
-    trials = [inputs, *_random(original, inputs), *map(as_given, also)]
+    original = copied(model).eval()
+    first = _first_run(original, inputs, "example inputs")
+    layers = {}
+    if served is not None:
+        _first_run(original, served, "inputs to time it with")
+        layers = inputs_given(original, served)
+    drawn = _random(original, inputs)
+    trials = [inputs, *drawn, *also]
+    left = _left(original, [inputs, *drawn])
+    _trace(original, inputs, ignore, left)  # it must be possible before anything is removed
     original = _without_denormals(original, trials, ignore)
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
-    small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, align, slack)
+    small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, left, align, slack)
     made = replaced(
         original, small, trace, found, kept, difference, trials, slack, gather, layers, align, factors, rank_tol
     )  # fmt: skip
+    if first.changed:
+        trace.tell("", _carried(first.changed))
     try:
         report = measure(
-            original, made.small, served, made.difference, _reasons(trace, align), made.ranks, made.gathers, latency
+            original, made.small, served or inputs, made.difference, _reasons(trace, align), made.ranks, made.gathers,
+            latency,
         )  # fmt: skip
     except Exception as error:
-        if timed is None:
+        if served is None:
             raise
         why = "its code may take another branch than on the examples; take these as examples"
         raise ShrinkError(f"the shrunk model fails on `timed`, where {why}: {type(error).__name__}: {error}") from error
@@ -130,15 +151,46 @@ def shrink(
     return Shrunk(model if inplace else made.small, report, made.kept, dense)
 
 
+def _first_run(original: nn.Module, inputs: Call, given: str) -> Run:
+    """A run that shows whether the model can be run on copies that share its parameters."""
+    for name, p in original.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            raise ShrinkError(f"{name} is not initialised yet: run the model once before it is shrunk.")
+    tried = copied(original)
+    try:
+        found = run(tried, inputs)
+    except ShrinkError:
+        raise
+    except Exception as error:
+        raise ShrinkError(f"the model itself fails on the {given}: {type(error).__name__}: {error}") from error
+    for (name, p), q in zip(original.named_parameters(), tried.parameters(), strict=True):
+        if not same_numbers(p, q):
+            raise ShrinkError(
+                f"the model writes into its parameter {name} when it runs in eval mode: make it a buffer."
+            )
+    return found
+
+
+def _left(original: nn.Module, given: Sequence[Call]) -> set[str]:
+    """Names of results that the model leaves on its modules."""
+    return dependent(given, [run(original, inputs, again=False).left for inputs in given], original)
+
+
+def _carried(changed: Sequence[str]) -> str:
+    names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    return f"a call in eval mode changes its state ({names}): each comparison began with the state that was given"
+
+
 def _removed(
-    original: nn.Module, inputs: Call, trials: Sequence[Call], ignore: Sequence[str], align: int, slack: float
-) -> tuple[nn.Module, Trace, Plan, Kept, Difference]:
+    original: nn.Module, inputs: Call, trials: Sequence[Call], ignore: Sequence[str], left: Collection[str],
+    align: int, slack: float,
+) -> tuple[nn.Module, Trace, Plan, Kept, Difference]:  # fmt: skip
     """Without the channels that are not needed. Where the model's code does not follow its layers, with more care."""
     failure: Exception | None = None
     for care in (0, 1, 2, 3):
-        small, kept = _copied(original), Kept()
+        small, kept = copied(original), Kept()
         try:
-            trace, found = _remove(small, inputs, ignore, align, care, kept)
+            trace, found = _remove(small, inputs, ignore, left, align, care, kept)
             difference = check(original, small, trials, slack=slack)
         except Exception as error:
             failure = failure or error
@@ -150,14 +202,6 @@ def _removed(
                 trace.tell("", f"keeps {what[care - 1]}, because without them: {str(failure).splitlines()[0]}")
             return small, trace, found, kept, difference
     raise AssertionError("unreachable")
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    small = copy.deepcopy(model)
-    for module in small.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # a copy's weights lie apart, of which cuDNN would warn
-    return small
 
 
 def _coarsest(model: nn.Module) -> torch.dtype:
@@ -172,7 +216,7 @@ def _without_denormals(model: nn.Module, trials: Sequence[Call], ignore: Sequenc
     tiny = {name: here for name, p in model.named_parameters() if id(p) not in left and (here := denormal(p)).any()}
     if not tiny:
         return model
-    flushed = _copied(model)
+    flushed = copied(model)
     with torch.no_grad():
         for name, here in tiny.items():
             flushed.get_parameter(name).masked_fill_(here, 0)
@@ -231,12 +275,12 @@ def _check(
 
 
 def _remove(
-    model: nn.Module, inputs: Call, ignore: Sequence[str], align: int, care: int, kept: Kept
+    model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str], align: int, care: int, kept: Kept
 ) -> tuple[Trace, Plan]:
-    """Until nothing more can go: a grouped convolution of one group is an ordinary one."""
+    """Until nothing more can go: a grouped convolution of one group is an ordinary one. The model is not run."""
     reasons: dict[str, str] = {}
     while True:
-        trace = _trace(model, inputs, ignore)
+        trace = _trace(model, inputs, ignore, left)
         reasons |= trace.kept
         found = plan(trace, align, care)
         if not remove(model, trace, found, kept):
@@ -244,7 +288,10 @@ def _remove(
             return trace, found
 
 
-def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str]) -> Trace:
+def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str]) -> Trace:
+    """Of a copy. What it leaves on its modules is a result: `left` by name, and all that hooks hold."""
+    model = for_a_run(model)
+    registered = {id(x): x for x in (*model.parameters(), *model.buffers())}
     tracer = Tracer(model, ignore)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it goes past the modules
@@ -263,6 +310,10 @@ def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str]) -> Trace:
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+    mine = {name: x for name, x in results(model, set(registered)).items() if name in left}
+    for x in (*mine.values(), *(x for name, x in left_behind(model, hooks=True) if "_hooks" in name)):
+        if id(x) not in registered:
+            trace.units.pin(tracer.label(x))
     trace.readers[:] = shared_folds(trace.readers)
     return trace
 

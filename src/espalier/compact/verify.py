@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from espalier.compact.examples import call, cloned
+from espalier.compact.copies import ShrinkError as ShrinkError
+from espalier.compact.copies import copied
+from espalier.compact.runs import Run, dependent, run
+from espalier.compact.runs import settled as settled
+from espalier.compact.walk import mapped, tensors_in
 
+# differences that rounding may make, relative to the largest entry of an output
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-
-
-"""Differences that rounding may make, relative to the largest entry of an output."""
-
-
-class ShrinkError(RuntimeError):
-    """A shrunk model does not compute what the dense one does."""
+# the share of whole numbers, such as classes, that ties may decide
+_DECIDED = 1e-2
 
 
 @dataclass(frozen=True)
@@ -95,48 +93,9 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@contextmanager
-def settled(*models: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, and the random numbers that would have come next; afterwards all is as it was."""
-    modes = [(m, m.training) for model in models for m in model.modules()]
-    cuda = {t.device for model in models for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
-    try:
-        with torch.random.fork_rng(devices=sorted(d.index for d in cuda)), torch.no_grad():
-            for model in models:
-                model.eval()
-            yield
-    finally:
-        for m, training in modes:  # not m.train(): models override it
-            m.training = training
-
-
-def _named(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating and complex tensors of what a model returns, each with its place."""
-    for keys, leaf in tree_flatten_with_path(output)[0]:
-        here = path + keystr(keys)
-        if isinstance(leaf, Tensor):
-            if leaf.is_floating_point() or leaf.is_complex():
-                yield here, leaf
-        # what pytree does not know: subclasses of dict and tuple, dataclasses
-        elif isinstance(leaf, Mapping):
-            for k, v in leaf.items():
-                yield from _named(v, f"{here}[{k!r}]")
-        elif isinstance(leaf, tuple | list):
-            for i, v in enumerate(leaf):
-                yield from _named(v, f"{here}[{i}]")
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for f in fields(leaf):
-                yield from _named(getattr(leaf, f.name), f"{here}.{f.name}")
-
-
 def outputs(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
     """The floating tensors that the model returns in eval mode, in order."""
-    return list(_run(model, inputs).values())
-
-
-def _run(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    with settled(model):
-        return dict(_named(call(model, cloned(inputs))))
+    return [x for x in run(model, inputs, again=False).returned.values() if _inexact(x)]
 
 
 class _Narrowed(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -156,6 +115,10 @@ class _Narrowed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _floating(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -189,64 +152,100 @@ def _error(a: Tensor, b: Tensor) -> tuple[float, float, str]:
     return largest / scale, scale, ""
 
 
-def _compare(
-    dense: nn.Module, small: nn.Module, args: tuple[Any, ...], index: int
-) -> tuple[dict[str, Tensor], list[Comparison]]:
+def _dense_run(dense: nn.Module, args: tuple[Any, ...]) -> tuple[Run, set[torch.dtype]]:
+    """What the dense model does, and which types it rounds to."""
     with _Narrowed() as narrowed:
-        a = _run(dense, args)
-    b = _run(small, args)
-    if not a:
+        found = run(dense, args)
+    if not any(map(_inexact, found.returned.values())):
         raise ValueError(
             f"{type(dense).__name__} returns no floating tensor, so nothing of what it computes can be compared."
         )
-    held = {t.dtype for t in _tensors(dense) if _floating(t)} | narrowed.dtypes
+    return found, {t.dtype for t in _tensors(dense) if _floating(t)} | narrowed.dtypes
+
+
+def _compare(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], index: int, held: set[torch.dtype], suffix: str = ""
+) -> list[Comparison]:
+    """Of the tensors of one run, or those left by it."""
     found = []
     for name in dict.fromkeys((*a, *b)):
-        dtype, allowed = _precision(held | {x[name].dtype for x in (a, b) if name in x})
-        if name not in a or name not in b:
-            error, scale, reason = math.inf, 0.0, f"only the {'dense' if name in a else 'shrunk'} model returns it"
+        both = [x[name] for x in (a, b) if name in x]
+        exact = not any(map(_inexact, both))
+        dtype, allowed = (both[0].dtype, _DECIDED) if exact else _precision(held | {x.dtype for x in both})
+        if len(both) < 2:
+            error, scale, reason = math.inf, 0.0, f"only the {'dense' if name in a else 'shrunk'} model has it"
+        elif both[0].dtype != both[1].dtype:
+            error, scale, reason = math.inf, 0.0, f"of {_short(both[1].dtype)}, not {_short(both[0].dtype)}"
         else:
-            error, scale, reason = _error(a[name], b[name])
-        found.append(Comparison(name, index, dtype, error, scale, allowed, reason))
-    return a, found
+            error, scale, reason = _share(both[0], both[1], held) if exact else _error(*both)
+        if not exact or error > allowed:
+            found.append(Comparison(name + suffix, index, dtype, error, scale, allowed, reason))
+    return found
+
+
+def _share(a: Tensor, b: Tensor, held: set[torch.dtype]) -> tuple[float, float, str]:
+    """The share of whole numbers that differ in float64. In other types near ties fall as rounding lets them."""
+    if a.shape != b.shape:
+        return math.inf, 0.0, f"of shape {tuple(b.shape)}, not {tuple(a.shape)}"
+    if held != {torch.float64} or not a.numel():
+        return 0.0, 0.0, ""
+    share = float((a != b).double().mean())
+    return share, 0.0, f"{share:.0%} of its entries differ"
 
 
 def _double(x: Any) -> Any:
     kinds = {True: torch.complex128, False: torch.float64}
-    return tree_map_only(
-        Tensor, lambda t: t.to(kinds[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t, x
-    )
+    return mapped(x, lambda t: t.detach().to(kinds[t.is_complex()]) if _inexact(t) else t)
 
 
 def difference(dense: nn.Module, small: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> Difference:
     """Both models in eval mode on each of the inputs, in their own dtype and, where they run in it, in float64.
 
-    In float64 a wrong removal stays and rounding goes. There the dense model's own rounding is seen, too: in their own
-    dtype the two may differ by four times as much where that is more than `ALLOWED`, as it is with TF32.
+    Each run begins with a fresh copy. What depends on the inputs is compared: all that models return, what they leave
+    on their modules and, if a call changes their state, what they return at a second one. In float64 a wrong removal
+    stays and rounding goes. There the dense model's own rounding is seen, too: in their own dtype the two may differ by
+    four times as much where that is more than `ALLOWED`, as it is with TF32.
     """
     found: list[Comparison] = []
     skipped: str | None = None
     wide: tuple[nn.Module, nn.Module] | None = None
-    floats = {t.dtype for t in (*_tensors(dense), *tree_leaves(list(inputs))) if _floating(t)}
+    floats = {t.dtype for t in (*_tensors(dense), *tensors_in(list(inputs))) if _floating(t)}
     if floats != {torch.float64}:
         try:
-            wide = copy.deepcopy(dense).double(), copy.deepcopy(small).double()
+            wide = copied(dense).double(), copied(small).double()
         except Exception as e:
             skipped = f"{type(e).__name__}: {e}"
+    left: list[tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]] = []
     for i, args in enumerate(inputs):
-        a, own = _compare(dense, small, args, i)
+        a, held = _dense_run(dense, args)
+        b = run(small, args)
+        own = _both(a, b, i, held)
+        left.append((a.left, b.left, held))
         if wide is not None:
             try:
-                truth, exact = _compare(*wide, _double(args), i)
+                truth, rounded = _dense_run(wide[0], _double(args))
+                exact = _both(truth, run(wide[1], _double(args)), i, rounded)
             except Exception as e:
-                skipped, wide = f"{type(e).__name__}: {e}", None
+                skipped = f"{type(e).__name__}: {e}"
             else:
-                own = [_with_rounding(c, a, truth) for c in own]
+                own = [_with_rounding(c, a.returned, truth.returned) for c in own]
                 found += exact
                 if all(c.dtype is not torch.float64 for c in exact):
                     skipped = f"the model itself rounds to {_short(exact[0].dtype)}"
         found += own
+    names = dependent(inputs, [a_left for a_left, _, _ in left], dense)
+    for i, (*both_left, held) in enumerate(left):
+        a_left, b_left = ({name: x for name, x in each.items() if name in names} for each in both_left)
+        found += _compare(a_left, b_left, i, held, ", left on the model,")
     return Difference(tuple(found), skipped)
+
+
+def _both(a: Run, b: Run, index: int, held: set[torch.dtype]) -> list[Comparison]:
+    """What two models return at the first call, and at the second one if the dense model takes one."""
+    found = _compare(a.returned, b.returned, index, held)
+    if a.second is not None:
+        found += _compare(a.second, b.second or {}, index, held, " of the second call")
+    return found
 
 
 def _with_rounding(c: Comparison, a: dict[str, Tensor], truth: dict[str, Tensor]) -> Comparison:

@@ -12,7 +12,6 @@ import numbers
 import pathlib
 import random
 import re
-import sys
 import threading
 import types
 import uuid
@@ -44,8 +43,8 @@ def leaves(values: Any, path: str = "", own: Container[nn.Module] | None = None)
     """The tensors in nested values, each with its place, in an order that equal values share.
 
     Mappings, sequences, nodes of pytree, closures and the attributes of any object are opened, each object once. A leaf
-    that is not a tensor is an object that cannot be opened, such as a generator. Modules are opened only if `own` is
-    given and does not contain them.
+    that is not a tensor is an array of NumPy, or an object that cannot be opened, such as a generator. Modules are
+    opened only if `own` is given and does not contain them.
     """
     seen: dict[int, Any] = {}  # it also keeps objects alive, so that no id is used twice
     waiting = [(path, values)]
@@ -85,7 +84,7 @@ def _opened(x: Any) -> list[tuple[str, Any]] | None:
     elif type(x) in SUPPORTED_NODES:
         items = [(f"[{i}]", value) for i, value in enumerate(SUPPORTED_NODES[type(x)].flatten_fn(x)[0])]
     else:
-        return [] if type(x) is object or _without_objects(x) else None
+        return [] if type(x) is object else None
     known = {id(value) for _, value in items}
     return items + [(f".{key}", value) for key, value in (attributes or {}).items() if id(value) not in known]
 
@@ -120,14 +119,6 @@ def _empty(cell: types.CellType) -> bool:
         return bool(cell.cell_contents is cell)
     except ValueError:
         return True
-
-
-def _without_objects(x: Any) -> bool:
-    """An array or scalar of numpy, but one of objects."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None or not isinstance(x, (numpy.ndarray, numpy.generic, numpy.dtype)):
-        return False
-    return not getattr(x, "dtype", x).hasobject
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
