@@ -167,3 +167,37 @@ def test_several_penalties_are_advised_each() -> None:
     optimizer = stepped(espalier.ProxSGD(regularize(model, GroupLasso(1e6), [Rule("1", espalier.L1(2e6))]), lr=1.0))
     (line,) = said(structure, optimizer)
     assert line.endswith("is zero: λ is too large. Try λ / 10: GroupLasso(100000), L1(200000).")
+
+
+@pytest.mark.parametrize("look", [structure, look], ids=["structure", "look"])
+@pytest.mark.parametrize(
+    ("penalty", "advice"),
+    [(GroupLasso(1e-12), "GroupLasso(3e-12)"), (espalier.NuclearNorm(1e-12), "NuclearNorm(3e-12)")],
+    ids=["groups", "ranks"],
+)
+@pytest.mark.parametrize("kind", [espalier.RAMDA, espalier.RMDA])
+def test_a_run_that_ends_without_a_zero_is_said_and_no_earlier(
+    kind: Any, penalty: espalier.Penalty, advice: str, look: Callable[[Any], object]
+) -> None:
+    optimizer = kind(regularize(net(), penalty), total_steps=10)
+    for _ in range(5):
+        stepped(optimizer)
+    assert said(look, optimizer) == []
+    for _ in range(5):
+        stepped(optimizer)
+    (line,) = said(look, optimizer)
+    assert line == (
+        f"the run is over, and no group of the 3 penalised layers is zero: λ = 1e-12 is too small. Try λ × 3: {advice}."
+    )
+    assert said(look, optimizer) == []
+    assert structure(optimizer).warnings == (line,)
+
+
+def test_a_run_that_ends_with_one_zero_is_not_said() -> None:
+    model = net()
+    optimizer = espalier.RAMDA(regularize(model, GroupLasso(1e-12)), total_steps=3)
+    for _ in range(3):
+        stepped(optimizer)
+    with torch.no_grad():
+        model[1].weight[:, 0] = 0.0
+    assert said(structure, optimizer) == []

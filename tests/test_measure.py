@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 from typing import Any
@@ -339,7 +340,7 @@ def test_the_printed_table() -> None:
     with torch.no_grad():
         model["a_head_with_a_long_name"].weight.copy_(torch.ones(4, 4))
     report = structure(regularize(model, LASSO, [espalier.Rule("a_*", penalty=NuclearNorm(1.0))]))
-    head, rule, *rows, blank, totals = str(report).splitlines()
+    head, rule, *rows, blank, share, shares = str(report).splitlines()
 
     assert re.split(r"\s{2,}", head.strip()) == ["layer", "shape", "zero groups", "share", "zero weights", "rank"]
     assert [re.split(r"\s{2,}", r.strip()) for r in rows] == [
@@ -349,9 +350,8 @@ def test_the_printed_table() -> None:
     ]
     assert set(rule) == {"─", " "}
     assert blank == ""
-    assert totals == (
-        "weighted group sparsity 49.64%, group sparsity 40.00%, zero weights 48.40%, low-rank level 75.00%"
-    )
+    assert share == "49.64% of the penalised weights are in groups that are zero (weighted group sparsity)"
+    assert shares == "zero groups 40.00%, zero weights 48.40%, low-rank level 75.00%"
     # names flush left, all else flush right under one rule
     assert len({len(line) for line in (head, rule, *rows)}) == 1
     ends = [m.end() for m in re.finditer("─+", rule)]
@@ -367,6 +367,78 @@ def test_the_table_leaves_out_what_does_not_apply() -> None:
     ranks = str(structure(by_hand(torch.ones(2, 2), penalty=NuclearNorm(1.0))))
     assert "group sparsity" not in ranks
     assert "low-rank level 50.00%" in ranks
+
+
+# ------------------------------------------------------------------------------------------------- what it is worth
+
+
+def two_layers() -> nn.Sequential:
+    """4 → 6 → 2, of whose 6 inner channels the second layer reads 2: 16 of the 44 parameters are needed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    with torch.no_grad():
+        model[2].weight[:, [0, 2, 3, 5]] = 0.0
+    return model
+
+
+@pytest.mark.parametrize("example", [torch.ones(1, 4), (torch.ones(1, 4),), {"input": torch.ones(1, 4)}], ids=type)
+def test_what_shrink_would_remove(example: Any) -> None:
+    model = two_layers()
+    before, chances = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    optimizer = espalier.ProxSGD(regularize(model, LASSO))
+    report = structure(optimizer, model, example)
+    assert torch.equal(torch.get_rng_state(), chances)
+    small = espalier.shrink(model, example, gather="never", latency=False).model
+    left = sum(p.numel() for p in small.parameters())
+    assert (report.parameters, report.shrunk_parameters) == (6 * 5 + 2 * 7, left)
+    assert left == 2 * 5 + 2 * 3
+    assert report.removable == pytest.approx(1 - left / 44)
+    assert "shrink would remove 63.6% of the model's parameters (44 → 16)" in str(report)
+    # the same report otherwise, and the model as it was
+    assert report.layers == structure(optimizer).layers
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.training
+
+
+def test_sparsity_that_shrink_cannot_use_is_told_apart() -> None:
+    # the layer does not read what 2 of its 3 units said before, and they are its outputs all the same
+    model = nn.LSTM(4, 3, batch_first=True)
+    with torch.no_grad():
+        model.weight_hh_l0[:, 1:] = 0.0
+    report = structure(regularize(model, LASSO), model, torch.ones(1, 5, 4))
+    assert report.weighted_group_sparsity > 0.25
+    assert report.removable == 0.0
+    assert "shrink would remove 0.0%" in str(report)
+
+
+def test_the_structured_point_is_what_would_be_shrunk() -> None:
+    model = two_layers()
+    optimizer = espalier.RAMDA(regularize(model, GroupLasso(1e-9)), lr=1e-3)
+    model(torch.ones(3, 4)).sum().backward()
+    model[2].weight.grad[:, [0, 2, 3, 5]] = 0.0
+    optimizer.step()
+    with torch.no_grad():
+        model[2].weight.add_(1.0)
+    assert structure(optimizer, model, torch.ones(1, 4)).removable == 0.0
+    with optimizer.structured():
+        assert structure(optimizer, model, torch.ones(1, 4)).removable == pytest.approx(28 / 44)
+
+
+def test_a_model_that_shrink_refuses_is_measured_all_the_same() -> None:
+    model = two_layers()
+    report = structure(regularize(model, LASSO), model, torch.ones(1, 5))  # 5 inputs in place of 4
+    assert report.removable is None
+    assert report.weighted_group_sparsity > 0
+    (line,) = report.warnings
+    assert line.startswith("shrink refuses this model: the model itself fails on the example inputs")
+    assert "would remove" not in str(report)
+
+
+def test_the_model_and_its_inputs_go_together() -> None:
+    model = two_layers()
+    for given in ({"model": model}, {"example_inputs": torch.ones(1, 4)}):
+        with pytest.raises(TypeError, match=r"structure\(optimizer, model, example_inputs\)"):
+            structure(regularize(model, LASSO), **given)
 
 
 # ------------------------------------------------------------------------------------------------- the monitor

@@ -20,7 +20,7 @@ def test_the_example_runs_and_structures(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(first_block())
     run = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=True)
-    found = re.search(r"weighted group sparsity ([\d.]+)%", run.stdout)
+    found = re.search(r"([\d.]+)% of the penalised weights", run.stdout)
     accuracy = re.search(r"accuracy ([\d.]+)%", run.stdout)
     assert found is not None
     assert accuracy is not None

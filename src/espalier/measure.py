@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from espalier.groupings import as_grouping, partition_of
 from espalier.optim.base import StructuredOptimizer
 from espalier.optim.checkpoint import Group, named
-from espalier.optim.emptied import Layer, may_empty, too_strong, warn_of_emptied
+from espalier.optim.emptied import Layer, StructureWarning, may_empty, too_strong, too_weak, warn_of_emptied
 from espalier.penalties.base import Penalty, Structure
 from espalier.tables import table
+
+# as espalier.shrink takes them: a tensor, a tuple of arguments, or a dict of arguments by name
+Inputs: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,14 @@ class StructureReport:
     Attributes:
         layers: one row for each penalised tensor.
         warnings: what is wrong with the structure, such as layers without any group left; one line each.
+        parameters: of the model, None unless `structure` was given it.
+        shrunk_parameters: what `shrink` would leave of them.
     """
 
     layers: tuple[LayerStructure, ...]
     warnings: tuple[str, ...] = ()
+    parameters: int | None = None
+    shrunk_parameters: int | None = None
 
     @property
     def _grouped(self) -> list[LayerStructure]:
@@ -83,6 +91,13 @@ class StructureReport:
         full = sum(x.full_rank or 0 for x in matrices)
         return 1 - sum(x.rank or 0 for x in matrices) / full if full else 0.0
 
+    @property
+    def removable(self) -> float | None:
+        """The share of the parameters that `shrink` would remove; None unless `structure` was given the model."""
+        if self.parameters is None or self.shrunk_parameters is None:
+            return None
+        return 1 - self.shrunk_parameters / self.parameters if self.parameters else 0.0
+
     def __str__(self) -> str:
         rows = [
             (
@@ -96,15 +111,23 @@ class StructureReport:
             for x in self.layers
         ]
         head = ("layer", "shape", "zero groups", "share", "zero weights", "rank")
-        totals = [f"zero weights {self.element_sparsity:.2%}"]
+        return "\n".join((table(head, rows), "", *self._totals()))
+
+    def _totals(self) -> Iterator[str]:
+        shares = [f"zero weights {self.element_sparsity:.2%}"]
         if self._grouped:
-            totals[:0] = [
-                f"weighted group sparsity {self.weighted_group_sparsity:.2%}",
-                f"group sparsity {self.group_sparsity:.2%}",
-            ]
+            yield (
+                f"{self.weighted_group_sparsity:.2%} of the penalised weights are in groups that are zero "
+                "(weighted group sparsity)"
+            )
+            shares.insert(0, f"zero groups {self.group_sparsity:.2%}")
         if len(self._grouped) < len(self.layers):
-            totals.append(f"low-rank level {self.low_rank_level:.2%}")
-        return "\n".join((table(head, rows), "", ", ".join(totals), *(f"warning: {w}" for w in self.warnings)))
+            shares.append(f"low-rank level {self.low_rank_level:.2%}")
+        yield ", ".join(shares)
+        if self.removable is not None:
+            change = f"{self.parameters:,} → {self.shrunk_parameters:,}"
+            yield f"shrink would remove {self.removable:.1%} of the model's parameters ({change})"
+        yield from (f"warning: {line}" for line in self.warnings)
 
 
 @dataclass(frozen=True)
@@ -118,8 +141,10 @@ class _Penalised:
     groups: int
 
     @property
-    def empty(self) -> bool:
-        return bool(self.structure.zero.all())
+    def as_trained(self) -> Layer:
+        zero, rank, full_rank = self.structure.zero, self.structure.rank, self.structure.full_rank
+        full = rank is None or bool(torch.all(rank == full_rank))
+        return Layer(self.name, self.tensor, self.penalty, bool(zero.all()), full and not bool(zero.any()))
 
 
 def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
@@ -142,15 +167,9 @@ def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
     return found
 
 
-def _trained(target: Optimizer | Iterable[Group], found: Iterable[_Penalised]) -> list[Layer]:
-    """The parameters that an optimizer of this package has trained. Groups alone do not say what was trained."""
-    if not isinstance(target, StructuredOptimizer):
-        return []
-    return [
-        Layer(x.name, x.tensor, x.penalty, x.empty)
-        for x in found
-        if target.state.get(x.tensor) and x.tensor.numel() and may_empty(x.penalty)
-    ]
+def _trained(optimizer: StructuredOptimizer, found: Iterable[_Penalised]) -> list[Layer]:
+    """The parameters that the optimizer has trained under a penalty that can set something to zero."""
+    return [x.as_trained for x in found if optimizer.state.get(x.tensor) and x.tensor.numel() and may_empty(x.penalty)]
 
 
 def _listed(groups: Iterable[Group]) -> list[Group]:
@@ -168,17 +187,42 @@ def _with_names(group: Group, index: int) -> Iterable[tuple[Tensor, str]]:
     return named({**group, "params": params}, index)
 
 
-def structure(target: Optimizer | Iterable[Group]) -> StructureReport:
+def structure(
+    target: Optimizer | Iterable[Group], model: nn.Module | None = None, example_inputs: Inputs | None = None
+) -> StructureReport:
     """The structure of the weights that an optimizer, or groups from `regularize`, penalise.
 
-    Look inside `optimizer.structured()` to see the structured point of a dual averaging method. A trained layer that is
-    zero as a whole stands in the report's warnings. A `StructureWarning` says so too, once for each layer.
+    Sparsity is not yet size: some zeros cannot be removed, and others take more with them. Give the model and example
+    inputs, as for `shrink`, and the report says how many parameters `shrink` would leave. That shrinks a copy, without
+    timing anything; with `gather` the real one may be smaller. The model stays as it is.
+
+    Look inside `optimizer.structured()` to see the structured point of a dual averaging method. The report's warnings
+    name trained layers that are zero as a whole, and say so if the run is over and nothing is zero. A
+    `StructureWarning` says the same, once.
     """
+    if (model is None) != (example_inputs is None):
+        raise TypeError("give the model and example inputs together: structure(optimizer, model, example_inputs).")
     found = _penalised(target)
-    trained = _trained(target, found)
+    said: tuple[str, ...] = ()
     if isinstance(target, StructuredOptimizer):
+        trained = _trained(target, found)
+        said = (*too_strong(trained), *too_weak(target, trained))
         warn_of_emptied(target, trained, stacklevel=2)
-    return StructureReport(tuple(map(_measured, found)), too_strong(trained))
+    report = StructureReport(tuple(map(_measured, found)), said)
+    return report if model is None or example_inputs is None else _with_sizes(report, model, example_inputs)
+
+
+def _with_sizes(report: StructureReport, model: nn.Module, example_inputs: Inputs) -> StructureReport:
+    """The report, with what shrinking a copy of the model gives."""
+    import espalier  # what shrinks loads when it is first asked for
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StructureWarning)  # the report has it
+            sizes = espalier.shrink(model, example_inputs, gather="never", latency=False).report
+    except espalier.ShrinkError as error:
+        return replace(report, warnings=(*report.warnings, f"shrink refuses this model: {error}"))
+    return replace(report, parameters=sizes.dense.parameters, shrunk_parameters=sizes.small.parameters)
 
 
 def _measured(x: _Penalised) -> LayerStructure:
@@ -226,7 +270,7 @@ class StructureMonitor:
     def look(self) -> Change:
         """Compare the weights' structure with that of the last look; the first look sees no flip.
 
-        Warns, once for each layer, of a trained layer that is zero as a whole.
+        Warns, once for each layer, of a trained layer that is zero as a whole; and if the run is over and nothing is.
         """
         self._look += 1
         flipped = groups = 0

@@ -23,12 +23,13 @@ class StructureWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Layer:
-    """A penalised parameter that has been trained, and whether it is zero as a whole."""
+    """A penalised parameter that has been trained, and whether it is zero as a whole or has lost nothing."""
 
     name: str
     tensor: Tensor
     penalty: Penalty
     empty: bool
+    untouched: bool = False
 
 
 # The parameters that each optimizer has warned of, by identity. Not in the optimizer: copies of it begin anew.
@@ -47,27 +48,34 @@ def too_strong(layers: Sequence[Layer]) -> tuple[str, ...]:
         return ()
     if len(empty) == len(layers):
         which = f"all {len(layers)} penalised layers" if len(layers) > 1 else layers[0].name
-        return (f"every group of {which} is zero: {_advice(empty, 'large', '/', 0.1)}",)
+        return (f"every group of {which} is zero: {_advice(empty, 'large', '/ 10', 0.1)}",)
     what = f"every group of {_listed([x.name for x in empty])} is zero"
     unless = "Unless the model has a path around a zero layer, its output no longer depends on what comes before it"
-    return (f"{what}. {unless}: {_advice(empty, 'large', '/', 0.1)}",)
+    return (f"{what}. {unless}: {_advice(empty, 'large', '/ 10', 0.1)}",)
 
 
-def too_weak(layers: Sequence[Layer]) -> tuple[str, ...]:
-    """The line for a run that is over and has no group at zero."""
-    if not layers:
+def too_weak(optimizer: Optimizer, layers: Sequence[Layer]) -> tuple[str, ...]:
+    """The line for a run that is over and whose penalty removed nothing, or none.
+
+    That a run is over is known if the optimizer was told `total_steps`: c has then grown to 1.
+    """
+    over = all(float(g.get("floor", 0.0)) >= 1 for g in optimizer.param_groups if g.get("penalty") is not None)
+    if not over or not layers or not all(x.untouched for x in layers):
         return ()
     which = f"the {len(layers)} penalised layers" if len(layers) > 1 else layers[0].name
-    return (f"no group of {which} is zero: {_advice(layers, 'small', '×', 10)}",)
+    return (f"the run is over, and no group of {which} is zero: {_advice(layers, 'small', '× 3', 3)}",)
 
 
 def warn_of_emptied(optimizer: Optimizer, layers: Sequence[Layer] | None = None, *, stacklevel: int) -> None:
-    """Warn of layers that are zero as a whole, once for each parameter of an optimizer.
+    """Warn of layers that are zero as a whole, once for each parameter of an optimizer, and of a run without any zero.
 
     Without `layers` the optimizer's parameters are looked at, which reads from each device once.
     """
     layers = list(_trained(optimizer)) if layers is None else layers
     told = _warned.setdefault(optimizer, set())
+    for line in too_weak(optimizer, layers) if id(optimizer) not in told else ():
+        told.add(id(optimizer))
+        warnings.warn(line, StructureWarning, stacklevel=stacklevel + 1)
     new = {id(x.tensor) for x in layers if x.empty} - told
     if not new:
         return
@@ -98,13 +106,13 @@ def _lam(penalty: Penalty) -> float | None:
     return float(lam) if isinstance(lam, int | float) else None
 
 
-def _advice(layers: Iterable[Layer], what: str, sign: str, factor: float) -> str:
+def _advice(layers: Iterable[Layer], what: str, change: str, factor: float) -> str:
     penalties = {(type(x.penalty).__name__, lam) for x in layers if (lam := _lam(x.penalty)) is not None}
     if not penalties:
         return f"the penalty is too {'strong' if what == 'large' else 'weak'}."
     tries = ", ".join(f"{kind}({factor * lam:g})" for kind, lam in sorted(penalties))
     value = f"λ = {next(iter(penalties))[1]:g}" if len(penalties) == 1 else "λ"
-    return f"{value} is too {what}. Try λ {sign} 10: {tries}."
+    return f"{value} is too {what}. Try λ {change}: {tries}."
 
 
 def _listed(names: Sequence[str]) -> str:
