@@ -143,7 +143,7 @@ class _Penalised:
     @property
     def as_trained(self) -> Layer:
         zero, rank, full_rank = self.structure.zero, self.structure.rank, self.structure.full_rank
-        full = rank is None or bool(torch.all(rank == full_rank))
+        full = rank is None or int(rank.min()) == full_rank
         return Layer(self.name, self.tensor, self.penalty, bool(zero.all()), full and not bool(zero.any()))
 
 
