@@ -379,7 +379,44 @@ def test_half_precision_has_a_float32_master(case: OptimizerCase, penalty: Any, 
     assert torch.allclose(z.float(), z_plain.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize("penalty", [PENALTIES[0], None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_optimizer
+def test_what_is_written_into_half_precision_weights_counts(
+    case: OptimizerCase, dtype: torch.dtype, penalty: Any
+) -> None:
+    (fused, (p,)), (plain, (q,)) = twins(case, [(5, 6)], penalty, dtype=dtype, skip_nonfinite=True)
+    generator = rng(9)
+    for bad in (False, False, True, False):
+        p.grad = normal(p.shape, generator, dtype)
+        if bad:
+            p.grad[0] = math.nan
+        q.grad = p.grad.clone()
+        fused.step()
+        plain.step()
+        if not bad:
+            assert torch.allclose(fused.state[p]["master"], plain.state[q]["master"], rtol=5e-6, atol=1e-6)
+        for w in (p, q):
+            w.data[2:4] = 3.0
+        assert not (fused.state[p]["master"][2:4] == 3).any()
+
+
 # ------------------------------------------------------------------------------------------------ traps
+
+
+# in the interpreter sums of inf warn
+@pytest.mark.filterwarnings("ignore:overflow encountered in reduce:RuntimeWarning")
+@pytest.mark.parametrize("size", [1e20, 1.7e38])
+@pytest.mark.parametrize("penalty", PENALTIES)
+@every_optimizer
+def test_squares_that_overflow_make_no_nan(case: OptimizerCase, penalty: Any, size: float) -> None:
+    p = nn.Parameter(normal((6, 5), rng()))
+    optimizer = case([group_of(p, penalty)], fused=True)
+    for step in range(3):
+        p.grad = size * normal(p.shape, rng(step)).sign()
+        optimizer.step()
+        assert all(x.isfinite().all() for x in everything(optimizer))
+        assert structured_point(optimizer, p).isfinite().all()
 
 
 @every_optimizer

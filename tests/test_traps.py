@@ -17,7 +17,7 @@ every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS, ids=names(OPTIMIZE
 DUAL_AVERAGING = tuple(c for c in OPTIMIZERS if c.build.anchored)
 
 
-def conv_group(penalty: espalier.Penalty, *shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def conv_group(penalty: espalier.Penalty | None, *shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     torch.manual_seed(0)
     return {"params": [nn.Parameter(torch.randn(*shape, dtype=dtype))], "penalty": penalty}
 
@@ -134,6 +134,77 @@ def test_a_zero_gradient_from_the_start(case: OptimizerCase) -> None:
         # a scalar metric shrinks by lr · λ a step and need not be there yet
         assert not w.any() or optimizer.scalar_metric
         assert (w.detach().norm(dim=0) < start).all()
+
+
+@every_optimizer
+@pytest.mark.parametrize("settings", [{}, {"skip_nonfinite": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("penalty", [None, espalier.GroupLasso(1e-2)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_written_into_half_precision_weights_counts(
+    case: OptimizerCase, dtype: torch.dtype, penalty: espalier.Penalty | None, settings: dict[str, Any]
+) -> None:
+    """As in float32, to the bit: loading, clipping and masks reach the float32 master, and only what they touched."""
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(6, 4, generator=generator).to(dtype))
+    q = nn.Parameter(p.detach().float())
+    optimizers = [case([{"params": [w], "penalty": penalty}], **settings) for w in (p, q)]
+
+    def step() -> None:
+        p.grad = torch.randn(6, 4, generator=generator).to(dtype)
+        q.grad = p.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(optimizers[0].state[p]["master"], q)
+        assert torch.equal(p, q.to(dtype))
+
+    def write(value: float) -> None:
+        with torch.no_grad():
+            for w in (p, q):
+                w[2:4] = value
+
+    step()
+    write(3.0)
+    step()
+    for optimizer in optimizers:
+        write(-2.0)
+        optimizer.restart()
+    step()
+    write(1.0)
+    if settings.get("skip_nonfinite"):
+        p.grad = torch.full_like(p, torch.nan)
+        optimizers[0].step()
+        assert (p[2:4] == 1).all()
+    step()
+
+
+@every_optimizer
+# beyond half of the largest number g − m overflows, here as in AdamW, unless the signs agree
+@pytest.mark.parametrize(("size", "signs"), [(1e20, True), (1.7e38, True), (3e38, False)])
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        None,
+        espalier.GroupLasso(1e-3),
+        espalier.SparseGroupLasso(1e-3),
+        espalier.GroupMCP(1e-3),
+        espalier.L1(1e-3),
+        espalier.NuclearNorm(1e-3),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_squares_that_overflow_make_no_nan(
+    case: OptimizerCase, penalty: espalier.Penalty | None, size: float, signs: bool
+) -> None:
+    group = conv_group(penalty, 6, 5)
+    (w,) = group["params"]
+    optimizer = case([group], skip_nonfinite=True)
+    for _ in range(3):
+        w.grad = size * (torch.randn_like(w).sign() if signs else torch.ones_like(w))
+        optimizer.step()
+        assert w.isfinite().all()
+        with optimizer.structured():
+            assert w.isfinite().all()
+    assert all(x.isfinite().all() for x in optimizer.state[w].values())
 
 
 class _Memory(TorchDispatchMode):

@@ -92,7 +92,7 @@ def step_entries(
     if ALIGNED:
         n = n // 4 * 4  # seen to be one, so that loads are of 16 bytes
     mask = off < n
-    x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
+    x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD, MASTER)
     z = soft(x, tl.load(scalar + ENTRY_KAPPA) * inverse)
     deliver(row, scalar, z, off, mask, TYPE, ALIGNED, UPDATE, MASTER, AVERAGED)
 
@@ -192,7 +192,7 @@ def step_groups(
         units = 1.0 / parts * UNITS
         precise = precise & (parts <= MOST_PARTS)  # more of them, and the first turn's rounding shows
 
-    x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD)
+    x, inverse = pose(row, scalar, off, mask, METHOD, TYPE, ALIGNED, UPDATE, MAXIMIZE, AMSGRAD, MASTER)
     if AXIS == 0 and SHARED and AVERAGED and UPDATE:
         if tl.load(scalar + AVERAGING) < 1:
             fetch(row, i, tl.load(row + ROWS), tile * COLUMNS, width, COLUMNS)

@@ -41,6 +41,7 @@ from espalier.kernels.columns import (
 )
 
 INTERPRETED = tl.constexpr(interpreted())
+LARGEST_NUMBER = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit(do_not_specialize=["tensors", "counted"])
@@ -120,10 +121,26 @@ def address(row, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit
+def weight(row, off, mask, PARAM_TYPE: tl.constexpr, ALIGNED: tl.constexpr, MASTER: tl.constexpr):
+    """The weights; of half precision the float32 master's, or what was written into the parameter since."""
+    w = tl.load(address(row, WEIGHT, tl.float32, ALIGNED) + off, mask=mask, other=0.0)
+    if MASTER:
+        p = tl.load(address(row, PARAM, PARAM_TYPE, ALIGNED) + off, mask=mask, other=0.0).to(tl.float32)
+        w = tl.where(w.to(PARAM_TYPE).to(tl.float32) == p, w, p)
+    return w
+
+
+@triton.jit
+def at_most(u):
+    """min(u, the largest number), as an infinite metric would make NaN of the weights; NaN stays NaN."""
+    return tl.where(u > LARGEST_NUMBER, LARGEST_NUMBER, u)
+
+
+@triton.jit
 def pose(
     row, scalar, off, mask,
     METHOD: tl.constexpr, GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, UPDATE: tl.constexpr,
-    MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr,
+    MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr,
 ):  # fmt: skip
     """Let the gradient into the sums; x = a − d/H and 1/H (a scalar for RMDA and ProxSGD)."""
     metric = tl.load(scalar + METRIC)
@@ -143,19 +160,19 @@ def pose(
     if METHOD == "ramda" or METHOD == "rmda":
         a = tl.load(address(row, ANCHOR, tl.float32, ALIGNED) + off, mask=mask, other=0.0)  # W⁰
     else:
-        a = tl.load(address(row, WEIGHT, tl.float32, ALIGNED) + off, mask=mask, other=0.0)
+        a = weight(row, off, mask, GRAD_TYPE, ALIGNED, MASTER)
     inverse = 1 / metric
     if METHOD == "ramda" or METHOD == "prox_gen":
         squares_at = address(row, SQUARES, tl.float32, ALIGNED) + off
         u = tl.load(squares_at, mask=mask, other=1.0)
         if METHOD == "ramda":
             if UPDATE:
-                u += gain * g * g  # U_t = U_{t−1} + s_t g_t²
+                u = at_most(u + gain * g * g)  # U_t = U_{t−1} + s_t g_t²
                 tl.store(squares_at, u, mask=mask)
             inverse = reciprocal(cube_root(u) + metric)  # of ∛U_t + ε
         else:
             if UPDATE:
-                u = tl.load(scalar + SQUARE_KEEP) * u + tl.load(scalar + SQUARE_GAIN) * g * g
+                u = at_most(tl.load(scalar + SQUARE_KEEP) * u + tl.load(scalar + SQUARE_GAIN) * g * g)
                 tl.store(squares_at, u, mask=mask)
             if AMSGRAD:
                 largest_at = address(row, LARGEST, tl.float32, ALIGNED) + off
@@ -215,7 +232,7 @@ def deliver(
         if AVERAGED:
             c = tl.load(scalar + AVERAGING)
             if c < 1:
-                z = (1 - c) * tl.load(weight_at, mask=mask, other=0.0) + c * z
+                z = (1 - c) * weight(row, off, mask, PARAM_TYPE, ALIGNED, MASTER) + c * z
         tl.store(weight_at, z, mask=mask)
     if MASTER or not UPDATE:
         tl.store(address(row, PARAM, PARAM_TYPE, ALIGNED) + off, z.to(PARAM_TYPE), mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from espalier.subproblem import Scalar
@@ -16,5 +17,11 @@ def average(w: Tensor, z: Tensor, c: Scalar) -> None:
 
 
 def add_square(x: Tensor, y: Tensor, s: Scalar) -> None:
-    """x ← x + s y²."""
+    """x ← min(x + s y², the largest finite number): an infinite metric would make NaN of the weights."""
     x.addcmul_(y, y * s) if isinstance(s, Tensor) else x.addcmul_(y, y, value=s)
+    x.clamp_(max=torch.finfo(x.dtype).max)  # NaN stays NaN
+
+
+def follow(master: Tensor, p: Tensor) -> None:
+    """Where the parameter is not the master's rounding, somebody has written into it, and what was written counts."""
+    master.copy_(torch.where(master.to(p.dtype) == p, master, p))

@@ -22,7 +22,7 @@ from espalier import kernels, solvers
 from espalier.checks import check_number
 from espalier.groupings import Element, as_grouping, partition_of
 from espalier.kernels import Fused
-from espalier.optim.arithmetic import average
+from espalier.optim.arithmetic import average, follow
 from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
@@ -221,6 +221,8 @@ class StructuredOptimizer(Optimizer, ABC):
                 self._new_state(group, p)
         if fused := self._kernels(group):
             left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
+        for p in left:
+            self._weight(p)
         penalty = group["penalty"]
         if penalty and self._solver(group).batches(penalty) and self._diagnostics is None:
             update_together(self, group, left, finite)
@@ -373,7 +375,7 @@ class StructuredOptimizer(Optimizer, ABC):
             if state := self.state.get(p):
                 for k in (*self.clock, *self._buffers(group)):
                     state[k].zero_()
-                weight = state.get("master", p)
+                weight = self._weight(p)
                 state["anchor"].copy_(weight)
                 if "point" in state:
                     state["point"].copy_(weight)
@@ -414,6 +416,14 @@ class StructuredOptimizer(Optimizer, ABC):
         if "point" in source:
             state["point"] = torch.empty_like(p, dtype=dtype).copy_(source["point"])
         return state
+
+    def _weight(self, p: Tensor) -> Tensor:
+        """What a step changes: the parameter, or its float32 master, which follows what was written into the former."""
+        master: Tensor | None = self.state[p].get("master")
+        if master is None:
+            return p
+        follow(master, p)
+        return master
 
     def _clock_device(self, p: Tensor) -> torch.device:
         # with no host synchronisation allowed, only the parameter's device may know whether a step counted

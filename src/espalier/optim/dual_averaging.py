@@ -17,6 +17,9 @@ class DualAveraging(StructuredOptimizer):
     """Abstract: a dual averaging method. c grows to 1 in the paper's last stage, or as a run of known length ends.
 
     A group's `ramp` says that the last stage is on, and `floor` is the least c at the end of a run of `total_steps`.
+
+    The anchor W⁰ and the sums stay when somebody writes into the weights, so a written value is forgotten within about
+    1/c steps. `restart()` after writing makes the written weights the anchor.
     """
 
     anchored: ClassVar[bool] = True

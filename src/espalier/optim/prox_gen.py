@@ -89,7 +89,8 @@ class ProxGen(StructuredOptimizer):
     def _accumulate(self, x: Tensors, clock: Clock, group: Group) -> None:
         beta1, beta2 = group["betas"]
         x["grad_average"].lerp_(x["grad"], 1 - beta1)  # m = β₁ m + (1 − β₁) g
-        add_square(x["square_average"].mul_(beta2), x["grad"], 1 - beta2)  # v = β₂ v + (1 − β₂) g²
+        # v = β₂ v + (1 − β₂) g², at most the largest number
+        add_square(x["square_average"].mul_(beta2), x["grad"], 1 - beta2)
         if group["amsgrad"]:
             torch.maximum(x["square_max"], x["square_average"], out=x["square_max"])
 

@@ -17,6 +17,9 @@ from espalier.subproblem import Subproblem, add_scaled
 class RAMDA(DualAveraging):
     """RAMDA, Algorithm 1 of the paper; without a penalty, MADGRAD.
 
+    What is written into the weights between steps (a mask, an average, loaded values) counts, but the anchor and the
+    sums stay: the written values are forgotten within about 1/c steps. Call `restart()` after writing to keep them.
+
     Args:
         params: parameter groups from `espalier.regularize`, written by hand, or plain parameters.
         lr: η.
@@ -68,7 +71,7 @@ class RAMDA(DualAveraging):
 
     def _accumulate(self, x: Tensors, clock: Clock, group: Group) -> None:
         add_scaled(x["grad_sum"], x["grad"], clock["s"])  # V_t = V_{t−1} + s_t g_t
-        add_square(x["square_sum"], x["grad"], clock["s"])  # U_t = U_{t−1} + s_t g_t²
+        add_square(x["square_sum"], x["grad"], clock["s"])  # U_t = U_{t−1} + s_t g_t², at most the largest number
 
     def _pose(self, x: Tensors, clock: Clock, group: Group) -> Subproblem:
         return Subproblem(

@@ -16,6 +16,9 @@ from espalier.subproblem import Scalar, Subproblem, add_scaled
 class RMDA(DualAveraging):
     """RMDA (Huang & Lee, 2022), dual averaging with momentum and a scalar metric; without a penalty, MDA.
 
+    What is written into the weights between steps (a mask, an average, loaded values) counts, but the anchor and the
+    sums stay: the written values are forgotten within about 1/c steps. Call `restart()` after writing to keep them.
+
     Args:
         params: parameter groups from `espalier.regularize`, written by hand, or plain parameters.
         lr: η.

@@ -127,8 +127,9 @@ class _Scaled:
         assert self.flat is not None
         inner, outer = self.point(r), self.b / self.h
         r_outer = self.groups.sum(outer.square()).sqrt_()
-        better = self.objective(outer, r_outer, self.flat) < self.objective(inner, r, self.flat)
-        return torch.where(self.groups.stretch((r_outer >= self.flat) & better), outer, inner)
+        # of an objective that is NaN because R is too small to be divided by, the outer point is the better one
+        inner_is = self.objective(inner, r, self.flat) <= self.objective(outer, r_outer, self.flat)
+        return torch.where(self.groups.stretch((r_outer >= self.flat) & ~inner_is), outer, inner)
 
 
 def _scale(form: Radial, h: Tensor) -> tuple[_Scaled, Tensor]:
