@@ -387,7 +387,7 @@ def test_what_is_written_into_half_precision_weights_counts(
 ) -> None:
     (fused, (p,)), (plain, (q,)) = twins(case, [(5, 6)], penalty, dtype=dtype, skip_nonfinite=True)
     generator = rng(9)
-    for bad in (False, False, True, False):
+    for written, bad in ((3.0, False), (-5.0, False), (7.0, True), (3.0, False)):
         p.grad = normal(p.shape, generator, dtype)
         if bad:
             p.grad[0] = math.nan
@@ -397,8 +397,8 @@ def test_what_is_written_into_half_precision_weights_counts(
         if not bad:
             assert torch.allclose(fused.state[p]["master"], plain.state[q]["master"], rtol=5e-6, atol=1e-6)
         for w in (p, q):
-            w.data[2:4] = 3.0
-        assert not (fused.state[p]["master"][2:4] == 3).any()
+            w.data[2:4] = written
+        assert not (fused.state[p]["master"][2:4] == written).any()
 
 
 # ------------------------------------------------------------------------------------------------ traps
