@@ -11,10 +11,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from espalier.app import digest
 from espalier.app.errors import Problem, one_line
 from espalier.app.run import replacing
 
-FORMAT = 1
+FORMAT = 2
+WITHOUT_DIGEST = 1  # the format before
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Position:
     period: float = 0.0  # of these, since the last look
     loss: float = 0.0  # summed since the last look
     batches: int = 0  # that the sum is over
+    skipped: int = 0  # batches with NaN or Inf since the last look
+    lr: float = 0.0  # that the method is to begin with; 0 in older checkpoints
     carry: list[Tensor] = field(default_factory=list)  # what a batch leaves to the next: Transformer-XL's memory
 
 
@@ -40,7 +44,7 @@ def save(path: Path, accelerator: Accelerator, position: Position, parts: dict[s
         where = {k: v for k, v in asdict(position).items() if k not in ("carry", "loss")}
         try:
             with replacing(path) as file:
-                torch.save({"format": FORMAT, "position": where, "ranks": ranks, **state}, file)
+                digest.save({"format": FORMAT, "position": where, "ranks": ranks, **state}, file)
         except (OSError, RuntimeError) as error:
             kept = f"the last good one is kept, {path}" if path.exists() else "there is none yet"
             raise Problem(f"could not save a checkpoint ({_why(error)}); {kept}") from error
@@ -49,16 +53,20 @@ def save(path: Path, accelerator: Accelerator, position: Position, parts: dict[s
 
 def load(path: Path, accelerator: Accelerator, parts: dict[str, Any]) -> Position:
     """Take all parts back to where a checkpoint was written."""
+    damaged = f"can't read {path}: it is damaged. Delete it to begin the run anew"
+    intact = digest.intact(path)
+    if intact is False:
+        raise Problem(f"{damaged} (its SHA-256 is not the one that it was saved with)")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:  # it may be whole, and not ours to read
         raise
     except Exception as error:
-        raise Problem(
-            f"can't read {path}: it is damaged. Delete it to begin the run anew ({one_line(error)})"
-        ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise Problem(f"{damaged} ({one_line(error)})") from error
+    if not isinstance(state, dict) or state.get("format") not in (FORMAT, WITHOUT_DIGEST):
         raise Problem(f"{path} is no checkpoint of this version of espalier")
+    if intact is None and state["format"] != WITHOUT_DIGEST:
+        raise Problem(f"{damaged} (it has lost its SHA-256)")
     try:
         ranks = state["ranks"]
         if len(ranks) != accelerator.num_processes:

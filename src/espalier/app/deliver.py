@@ -16,6 +16,7 @@ import espalier
 from espalier.app.cookbook import parse
 from espalier.app.data import open_data
 from espalier.app.errors import Problem, one_line
+from espalier.app.finite import Diverged, first_nonfinite
 from espalier.app.lock import locked
 from espalier.app.look import Looker, at_structured_point
 from espalier.app.recipe import Recipe
@@ -32,12 +33,17 @@ def deliver(run: Run, accelerator: Accelerator, looker: Looker) -> None:
     with at_structured_point(looker.optimizer, looker.model, looker.task, looker.seed):
         if not accelerator.is_main_process:
             return
+        if bad := first_nonfinite(looker.model.state_dict().items()):
+            raise Diverged(
+                f"{bad} holds NaN or Inf at the structured point, so no model is delivered: training has diverged. "
+                "Train again with a smaller lr, into another --out"
+            )
         if looker.monitor is not None:
             layers = espalier.structure(looker.optimizer).layers
             run.write_json("structure.json", [{**asdict(x), "elements": x.elements} for x in layers])
         if looker.task.data.words:  # what the model's numbers stand for
             run.write_json("words.json", looker.task.data.words)
-        with replacing(run.path / "examples.pt") as file:
+        with replacing(run.examples) as file:
             torch.save([None if x is None else x.cpu().contiguous() for x in looker.task.examples()], file)
         with replacing(run.model) as file:
             file.write(safetensors.torch.save(_once(looker.model)))
@@ -82,16 +88,23 @@ class Delivered:
 def open_delivered(path: Path, device: torch.device = CPU) -> Delivered:
     """The delivered model of a run's directory."""
     run = read(path)
-    if not run.model.exists():
-        raise Problem(f"{path} has delivered no model yet: finish its training with --resume")
+    for file in (run.model, run.examples):
+        if not file.exists():
+            way_on = f"`espalier train ... --resume --out={path}` makes it"
+            raise Problem(f"{path} has no {file.name}: {way_on}, from the checkpoint where there is one")
+    run.verify()
     raw = {k: v for k, v in run.facts["settings"].items() if k not in ("recipe", "method", "seed")}
     recipe = parse({"title": run.facts["title"], **raw}, str(path / "run.json"))
     model = build(recipe, run.facts["data"])
     try:
         safetensors.torch.load_model(model, str(run.model))
-        examples = torch.load(path / "examples.pt", weights_only=True)
+        examples = torch.load(run.examples, weights_only=True)
     except Exception as error:
-        raise Problem(f"can't read the model of {path}: {one_line(error)}") from error
+        names = f"{run.model.name} and {run.examples.name}"
+        raise Problem(
+            f"can't read the model of {path}: {one_line(error)}. If {names} are damaged, delete both, and "
+            f"`espalier train ... --resume --out={path}` makes them again"
+        ) from error
     inputs = tuple(None if x is None else x.to(device) for x in examples)
     return Delivered(run, recipe, model.eval().to(device), inputs, device)
 

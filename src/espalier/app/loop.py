@@ -19,12 +19,14 @@ from espalier.app import checkpoint
 from espalier.app.checkpoint import Position
 from espalier.app.data import Order, open_data
 from espalier.app.deliver import deliver
+from espalier.app.digest import digests
 from espalier.app.errors import Problem, Stopped, one_line
+from espalier.app.finite import Diverged, Skip, first_nonfinite, training_state, way_on
 from espalier.app.graph import Replay
 from espalier.app.lock import locked
 from espalier.app.look import Looker
 from espalier.app.machine import Signals, clock, denormals_as_zeros, make_accelerator
-from espalier.app.methods import make_optimizer, make_schedule
+from espalier.app.methods import make_optimizer, make_schedule, rescale_lr
 from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
 from espalier.app.recipe import STRUCTURED, Solver
@@ -42,6 +44,7 @@ def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
     with _locked(job, accelerator):
         run = begin(job, resume=resume)
         accelerator.wait_for_everyone()  # nobody writes before all have looked
+        run.verify()
         if run.finished:
             progress.say(f"{job.out} is finished already.")
             return run
@@ -72,6 +75,7 @@ class Training:
         self.job, self.run, self.accelerator, self.progress = job, run, accelerator, progress
         self.recipe, self.device = job.recipe, accelerator.device
         self.shard = {"rank": accelerator.process_index, "world": accelerator.num_processes}
+        self.structured = job.chosen.optimizer in STRUCTURED
         set_seed(job.seed)
         wanted = self.recipe.data
         self.data = open_data(
@@ -109,9 +113,17 @@ class Training:
             self.stateful["scaler"] = accelerator.scaler
 
         self.at = Position()
-        if run.facts and run.checkpoint.exists():  # `begin` has found this run, and resuming was asked for
+        resumed = bool(run.facts) and run.checkpoint.exists()  # `begin` has found this run, and was asked to resume
+        if resumed:
             self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
+            self._take_up_lr()
+        self.at.lr = job.chosen.lr
+        self.kept = self.at.step if resumed else None  # the step of the last checkpoint
+        self.sound = self.at.step  # up to which all was finite
         self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
+        self.skip = Skip(self.model, self.loss) if self.recipe.skip_nonfinite else None
+        # at once where the loss is on the host anyway, and no other process waits for us; otherwise when it is read
+        self.at_once = self.device.type == "cpu" and self.shard["world"] == 1 and self.skip is None
         self.batches = self._stream()
         self.replay: Replay | None = None
         if capturable:
@@ -124,6 +136,11 @@ class Training:
         """From wherever the run is to its end."""
         try:
             self._train()
+            self._finish()
+        except Diverged:
+            if self.accelerator.is_main_process:
+                self.run.update(status="diverged")
+            raise
         except torch.OutOfMemoryError as error:
             less = f"a smaller batch, --set accumulate={2 * self.recipe.accumulate}"
             if self.replay is not None:
@@ -135,7 +152,6 @@ class Training:
             raise Problem(f"torch.compile failed, try --set compile=false: {one_line(error)}") from error
         finally:
             self.replay = None  # with the memory of its graph
-        self._finish()
         return self.run
 
     def _train(self) -> None:
@@ -179,13 +195,19 @@ class Training:
 
     def _differentiate(self, parts: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         accelerator, at = self.accelerator, self.at
+        if self.skip:
+            self.skip.remember(at.carry)
         for batch in parts:
             with accelerator.accumulate(self.net):
                 with accelerator.autocast():
                     loss, at.carry = self.task.loss(self._net_for(batch), batch, at.carry)
+                if self.at_once and not math.isfinite(seen := loss.item()):
+                    raise self._diverged(f"the training loss is {seen} at step {at.step + 1}")
                 accelerator.backward(loss)
             loss = loss.detach()
             self.loss += loss
+        if self.skip:
+            at.carry = self.skip.take_back(at.carry, self.shard["world"])
         if self.recipe.clip is not None:
             accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         return loss
@@ -198,19 +220,21 @@ class Training:
         return net
 
     def _apply(self) -> None:
-        self.stepper.step()
+        if self.structured or self.skip is None or self.skip.finite:  # the package's optimizers skip by themselves
+            self.stepper.step()
         self.stepper.zero_grad()
 
     def _replays(self) -> bool:
         """Whether steps can be recorded as a CUDA graph and replayed."""
         recipe, accelerator = self.recipe, self.accelerator
         alone = accelerator.num_processes == recipe.accumulate == 1 and accelerator.scaler is None
-        return recipe.cuda_graph and self.device.type == "cuda" and alone and self.task.alike
+        recordable = self.structured or not recipe.skip_nonfinite  # torch's optimizers ask the host whether to skip
+        return recipe.cuda_graph and self.device.type == "cuda" and alone and self.task.alike and recordable
 
     def _optimizer_waits(self) -> bool:
         """Whether its step may wait for the device, as the nuclear norm's does: then it can't be recorded."""
         chosen = self.job.chosen
-        return chosen.optimizer in STRUCTURED and (self.recipe.penalty == "nuclear-norm" or chosen.solver != Solver())
+        return self.structured and (self.recipe.penalty == "nuclear-norm" or chosen.solver != Solver())
 
     def _stream(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """Batches without end, from where the run is."""
@@ -226,17 +250,24 @@ class Training:
         """Evaluate the weights and the structured point, and write down what is seen."""
         at = self.at
         self._count_time()
+        steps = at.batches // self.recipe.accumulate
+        self._count_skipped()
+        if not at.batches:
+            raise self._diverged(f"all batches between step {self.sound} and step {at.step} hold NaN or Inf")
         look = {
             "step": at.step,
             "epoch": at.epoch + at.batch / self.parts,
             "seconds": at.seconds,
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "train_loss": float(self.accelerator.reduce(self.loss.clone(), "mean")) / at.batches,
-            "step_ms": 1000 * at.period / max(1, at.batches // self.recipe.accumulate),
+            "step_ms": 1000 * at.period / max(1, steps),
+            **({"skipped": at.skipped} if self.skip else {}),
             **self.looker.look(),
         }
-        _check_finite(look, self.job)
-        at.batches, at.period = 0, 0.0
+        self._check_look(look)
+        if at.skipped:
+            self.progress.say(f"Skipped {at.skipped} batches with NaN or Inf up to step {at.step}.")
+        at.batches, at.period, at.skipped = 0, 0.0, 0
         self.loss.zero_()
         if self.board is not None:
             self.run.add(look)
@@ -257,9 +288,51 @@ class Training:
 
     def _save(self) -> None:
         self._count_time()
+        self._count_skipped()
         self.at.loss = float(self.loss)
+        self._check_state()
         checkpoint.save(self.run.checkpoint, self.accelerator, self.at, self.stateful)
+        self.kept = self.at.step
         self.saved, self.since = time.monotonic(), clock(self.device)
+
+    def _count_skipped(self) -> None:
+        """Take the skipped batches out of those that the sum of the losses is over."""
+        if self.skip:
+            skipped = int(self.skip.skipped) * self.recipe.accumulate
+            self.at.batches -= skipped
+            self.at.skipped += skipped
+            self.skip.skipped.zero_()
+
+    def _check_state(self) -> None:
+        """Refuse to save what is not finite, in any process, over a checkpoint that is."""
+        bad = first_nonfinite(training_state(self.model, self.optimizer))
+        if not math.isfinite(self.at.loss):
+            bad = "the training loss"
+        found = [name for name in gather_object([bad]) if name is not None]
+        if found:
+            raise self._diverged(f"{found[0]} became NaN or Inf between step {self.sound} and step {self.at.step}")
+        self.sound = self.at.step
+
+    def _check_look(self, look: dict[str, Any]) -> None:
+        """Refuse to go on with numbers that are not finite."""
+        values = {"train_loss": look["train_loss"], **look["weights"], **(look["structured"] or {})}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                since = f" (it was finite at step {self.sound})" if self.sound < look["step"] - 1 else ""
+                raise self._diverged(f"{name} is {value} at step {look['step']}{since}")
+        self.sound = self.at.step
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(f"{what}: {way_on(self.job, self.kept)}")
+
+    def _take_up_lr(self) -> None:
+        """Go on with the learning rate that is asked for now, which `begin` lets differ only after divergence."""
+        method, lr = self.job.method, self.job.chosen.lr
+        before = self.at.lr or float(self.run.facts["settings"]["methods"][method]["lr"])
+        if before != lr:
+            rescale_lr(self.optimizer, self.schedule, lr / before)
+            changes, now = self.run.facts.get("lr_changes", []), {"step": self.at.step, "from": before, "to": lr}
+            self.run.facts["lr_changes"] = [x for x in changes if x != now] + [now]  # written by `_announce`
 
     def _stopped(self, asked: int) -> NoReturn:
         if self.accelerator.is_main_process:
@@ -290,6 +363,8 @@ class Training:
                 structure=MEASURES[recipe.penalty],
                 paper=paper and {k: v[0] for k, v in paper if v},
                 settings=job.settings,
+                skip_nonfinite=recipe.skip_nonfinite,
+                sha256={},
                 environment=environment(self.device, self.shard["world"]),
                 command=job.command,
                 data=dict(self.data.facts),
@@ -309,16 +384,5 @@ class Training:
         deliver(self.run, self.accelerator, self.looker)
         if self.board is not None:
             self.board.close()
-            self.run.update(status="finished", seconds=self.at.seconds)
+            self.run.update(status="finished", seconds=self.at.seconds, sha256=digests(self.run.path))
         self.accelerator.wait_for_everyone()
-
-
-def _check_finite(look: dict[str, Any], job: Job) -> None:
-    """Refuse to go on with a run that has diverged."""
-    values = {"train_loss": look["train_loss"], **look["weights"], **(look["structured"] or {})}
-    for name, value in values.items():
-        if not math.isfinite(value):
-            smaller = f"--set methods.{job.method}.lr={job.chosen.lr / 3:.1g}"
-            raise Problem(
-                f"{name} is {value} at step {look['step']}: training has diverged. Try a smaller lr, {smaller}"
-            )

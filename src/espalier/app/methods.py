@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import espalier
 from espalier.app.errors import Problem, one_line
@@ -55,6 +55,7 @@ def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan,
     if not issubclass(kind, StructuredOptimizer):
         return _torchs_own(kind, list(model.parameters()), options, capturable)
     options["capturable"] = capturable
+    options["skip_nonfinite"] = recipe.skip_nonfinite
     if method.solver != Solver():
         options["solver"] = _solver(method.solver)
     try:
@@ -86,6 +87,20 @@ def _torchs_own(
     optimizer.register_load_state_dict_pre_hook(as_here)
     optimizer.register_load_state_dict_post_hook(back_to_tensor)
     return optimizer
+
+
+def rescale_lr(optimizer: Optimizer, schedule: Schedule, ratio: float) -> None:
+    """Multiply each learning rate, as if the method had begun with another one."""
+    shared: set[int] = set()
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr"):
+            if not isinstance(group.get(key), Tensor):
+                if key in group:
+                    group[key] *= ratio
+            elif id(group[key]) not in shared:  # groups may share a tensor
+                shared.add(id(group[key].mul_(ratio)))
+    if isinstance(schedule, LRScheduler):
+        schedule.base_lrs = [lr * ratio for lr in schedule.base_lrs]
 
 
 def _solver(settings: Solver) -> str | espalier.Solver:

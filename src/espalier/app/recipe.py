@@ -161,6 +161,7 @@ class Recipe(Strict):
     accumulate: PositiveInt = 1  # batches of batch / accumulate before each step
     clip: PositiveFloat | None = None  # of the gradient's norm
     evaluate_every: PositiveInt = 1
+    skip_nonfinite: bool = False  # skip batches with NaN or Inf, which otherwise end the run
     recalibrate: PositiveInt = 20  # batches that batch norm's statistics of the structured point are taken from
     save_minutes: Weight = 2.0  # between two checkpoints
     cuda_graph: bool = True  # replay steps on a GPU, where they are all alike

@@ -15,12 +15,17 @@ from typing import IO, Any
 import torch
 
 from espalier import __version__
+from espalier.app import digest
 from espalier.app.errors import Problem, one_line
 from espalier.app.lock import NAME as LOCK
 from espalier.app.recipe import Method, Recipe
 
 # that every run.json says
 FACTS = ["recipe", "title", "method", "seed", "status", "metric", "structure", "settings", "data", "data_root"]
+
+
+# settings that a run may go on with when they differ
+MAY_CHANGE = {"save_minutes", "cuda_graph", "skip_nonfinite", "title", "paper"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         """What determines the run, as plain values."""
-        recipe = self.recipe.model_dump(mode="json", exclude={"save_minutes", "cuda_graph", "title", "paper"})
+        recipe = self.recipe.model_dump(mode="json", exclude=MAY_CHANGE)
         if not recipe["compile"]:
             del recipe["compile"]  # which runs from before there was such a setting do not have
         return {"recipe": self.name, "method": self.method, "seed": self.seed, **recipe}
@@ -76,8 +81,26 @@ class Run:
         return self.path / "model.safetensors"
 
     @property
+    def examples(self) -> Path:
+        return self.path / "examples.pt"
+
+    @property
+    def missing(self) -> list[str]:
+        """What a finished run delivers and this one does not have."""
+        return [path.name for path in (self.model, self.examples) if not path.exists()]
+
+    def verify(self) -> None:
+        """Refuse a finished run with a damaged file, or one that can't be completed. Older runs have no digests."""
+        digest.verify(self.path, self.facts.get("sha256") or {})
+        if self.facts.get("status") == "finished" and self.missing and not self.checkpoint.exists():
+            raise Problem(
+                f"{self.path} is finished, but {self.missing[0]} and {self.checkpoint.name} are gone: restore one of "
+                "them from a copy, or train again into another --out"
+            )
+
+    @property
     def finished(self) -> bool:
-        return self.facts.get("status") == "finished" and self.model.exists()
+        return self.facts.get("status") == "finished" and not self.missing
 
     @property
     def delivered(self) -> dict[str, Any]:
@@ -124,7 +147,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with part.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -173,6 +196,9 @@ def _same(run: Run, job: Job) -> None:
     """Refuse to go on with other settings than a run began with, and name the first that differs."""
     was = {**_flat(run.facts["settings"]), "--data": run.facts["data_root"]}
     now = {**_flat(job.settings), "--data": job.data_root}
+    if run.facts["status"] == "diverged":  # a smaller one is a way on
+        was.pop(lr := f"methods.{job.method}.lr", None)
+        now.pop(lr, None)
     for key in sorted(was.keys() | now.keys(), key=lambda k: (k != "recipe", k != "method", k != "seed", k)):
         if was.get(key) != now.get(key):
             if key == "--data" and job.data is not None and not job.data.is_dir():  # a slip, not another run

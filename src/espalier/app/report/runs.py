@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
+from espalier.app.digest import verify
 from espalier.app.errors import Problem
 from espalier.app.picks import picked
 
@@ -37,7 +38,7 @@ class Info(Part):
     title: str = ""
     method: str
     seed: int
-    status: Literal["finished", "stopped", "running"]
+    status: Literal["finished", "stopped", "diverged", "running"]
     metric: Literal["accuracy", "perplexity", "loss"]
     better: Literal["max", "min"]
     structure: Literal["weighted_group_sparsity", "low_rank_level", "element_sparsity"]
@@ -49,6 +50,7 @@ class Info(Part):
     milestones: list[int] = []
     seconds: float | None = None
     command: str = ""
+    sha256: dict[str, str] = {}
 
     @property
     def own_settings(self) -> dict[str, Any]:
@@ -205,9 +207,11 @@ def _read(path: Path) -> Run:
         raise Problem(f"{path} is not a run directory: it has no run.json; name one that `espalier train` has filled")
     layers, shrunk = path / "structure.json", path / "shrunk.json"
     way_out = "delete it, and the report does without"
+    info = _load(path / "run.json", TypeAdapter(Info), "train again, into another directory")
+    verify(path, info.sha256)
     return Run(
         path=path,
-        info=_load(path / "run.json", TypeAdapter(Info), "train again, into another directory"),
+        info=info,
         looks=_looks(path / "metrics.jsonl"),
         layers=_load(layers, TypeAdapter(list[Layer]), way_out) if layers.exists() else [],
         shrunk=_load(shrunk, TypeAdapter(Shrunk), way_out) if shrunk.exists() else None,

@@ -39,10 +39,10 @@ def lead(runs: list[Run]) -> str:
     """One or two sentences: what was trained, and how far it has come."""
     if len(runs) == 1:
         run = runs[0]
-        state = {"finished": "finished", "stopped": "stopped before its end", "running": "still running"}
-        where = run.info.environment.get("device")
+        state = {"stopped": "stopped before its end", "running": "still running"}
+        said, where = state.get(run.info.status, run.info.status), run.info.environment.get("device")
         return escape(
-            f"{words.label(run, runs)}: {state[run.info.status]} at epoch {words.epoch(run.last.epoch)}"
+            f"{words.label(run, runs)}: {said} at epoch {words.epoch(run.last.epoch)}"
             f"{words.progress(run)}, after {words.duration(run.info.seconds)}{f' on {where}' if where else ''}."
         )
     groups = words.families(runs)
@@ -67,8 +67,9 @@ def warnings(runs: list[Run]) -> str:
                 f"{words.label(run, runs)}: the training loss is not a finite number "
                 f"at {words.plural(len(bad), 'look')}, first at epoch {words.epoch(bad[0])}."
             )
-        if len(runs) > 1 and run.info.status == "stopped":
-            told.append(f"{words.label(run, runs)}: stopped at epoch {words.epoch(run.last.epoch)}, before its end.")
+        if len(runs) > 1 and run.info.status in ("stopped", "diverged"):
+            what = run.info.status
+            told.append(f"{words.label(run, runs)}: {what} at epoch {words.epoch(run.last.epoch)}, before its end.")
     return "".join(f'<p class="warning">{escape(line)}</p>' for line in told)
 
 
