@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
 
 import espalier
 from tables import OPTIMIZERS, OptimizerCase, names
@@ -109,6 +118,7 @@ def test_each_group_keeps_its_own_rate(case: OptimizerCase) -> None:
     a, b = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
     optimizer = case([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.01}])
     schedule = espalier.StagewiseRestart(optimizer, [1], gamma=0.5)
+    optimizer.step()
     schedule.step()
     assert schedule.get_last_lr() == pytest.approx([0.05, 0.005])
 
@@ -117,6 +127,7 @@ def test_a_tensor_rate_shared_by_groups_decays_once() -> None:
     a, b = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
     optimizer = espalier.RAMDA([{"params": [a]}, {"params": [b]}], lr=torch.tensor(0.1))
     schedule = espalier.StagewiseRestart(optimizer, [1], gamma=0.1)
+    optimizer.step()
     schedule.step()
     assert schedule.get_last_lr() == pytest.approx([0.01, 0.01])
 
@@ -134,6 +145,7 @@ def test_the_ramp_is_the_schedules_own() -> None:
 def test_state_dict_goes_on_and_refuses_another_plan() -> None:
     _, optimizer = make(OPTIMIZERS[0])
     schedule = espalier.StagewiseRestart(optimizer, [2, 4])
+    optimizer.step()
     schedule.step()
     saved = schedule.state_dict()
     fresh = espalier.StagewiseRestart(optimizer, [2, 4])
@@ -190,6 +202,240 @@ def test_bad_plans(milestones: list[int], settings: dict[str, Any], message: str
 def test_other_optimizers_are_sent_elsewhere() -> None:
     with pytest.raises(TypeError, match=r"SGD.*MultiStepLR"):
         espalier.StagewiseRestart(torch.optim.SGD([nn.Parameter(torch.ones(1))]), [1])
+
+
+# ----------------------------------------------------------------------------------------------- a torch scheduler
+
+
+def restarts(optimizer: Any) -> list[int]:
+    """Fills with the number of steps made before each restart."""
+    seen: list[int] = []
+    whole = optimizer.restart
+
+    def restart() -> None:
+        (state,) = optimizer.state.values()
+        seen.append(int(state["step"]))
+        whole()
+
+    optimizer.restart = restart
+    return seen
+
+
+@every_optimizer
+def test_stages_are_a_torch_scheduler(case: OptimizerCase) -> None:
+    w, optimizer = make(case, lr=0.5)
+    schedule = espalier.StagewiseRestart(optimizer, [2, 3], gamma=0.5)
+    assert isinstance(schedule, LRScheduler)
+    assert (schedule.last_epoch, schedule._step_count, schedule.base_lrs) == (0, 1, [0.5])
+    for count, lr in enumerate((0.5, 0.25, 0.125, 0.125), start=1):
+        step(w, optimizer, count)
+        schedule.step()
+        assert schedule.get_last_lr() == schedule._last_lr == [lr]
+        assert schedule.last_epoch == schedule.count == count
+
+
+def test_a_step_of_the_schedule_before_the_optimizers_is_warned_of() -> None:
+    _, optimizer = make(OPTIMIZERS[0])
+    schedule = espalier.StagewiseRestart(optimizer, [2])
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
+        schedule.step()
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+def test_a_warm_up_before_the_stages(case: OptimizerCase, tensor: bool) -> None:
+    w, optimizer = make(case, lr=torch.tensor(0.5, dtype=torch.float64) if tensor else 0.5)
+    seen = restarts(optimizer)
+    stages = espalier.StagewiseRestart(optimizer, [3, 5], gamma=0.1)
+    schedule = SequentialLR(optimizer, [LinearLR(optimizer, 0.25, total_iters=4), stages], [4])
+    rates = []
+    for count in range(11):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        step(w, optimizer, count)
+        schedule.step()
+    # the warm-up leaves lr below its end, where stages of torch begin at the whole of it, too
+    expected = [0.125, 0.21875, 0.3125, 0.40625] + 3 * [0.5] + 2 * [0.05] + 2 * [0.005]
+    assert rates == pytest.approx(expected)
+    assert seen == [7, 2]
+    assert optimizer.param_groups[0]["ramp"]
+
+
+def test_chained_schedules_multiply() -> None:
+    w, optimizer = make(OPTIMIZERS[0], lr=1.0)
+    seen = restarts(optimizer)
+    schedule = ChainedScheduler([ExponentialLR(optimizer, 0.5), espalier.StagewiseRestart(optimizer, [2], 0.1)])
+    for count in range(3):
+        step(w, optimizer, count)
+        schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.0125])
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_stages_resume_from_plain_values(nested: bool) -> None:
+    def build(optimizer: Any) -> Any:
+        stages = espalier.StagewiseRestart(optimizer, [2, 4])
+        return SequentialLR(optimizer, [LinearLR(optimizer, 0.5, total_iters=2), stages], [2]) if nested else stages
+
+    runs = [make(OPTIMIZERS[0], lr=torch.tensor(0.1), capturable=True) for _ in range(2)]
+    (w, whole), (v, other) = runs
+    first, second = build(whole), build(other)
+    for count in range(7):
+        step(w, whole, count)
+        first.step()
+    for count in range(3):
+        step(v, other, count)
+        second.step()
+    file = io.BytesIO()
+    torch.save([v.detach(), other.state_dict(), second.state_dict()], file)
+    file.seek(0)
+    weight, *saved = torch.load(file, weights_only=True)
+    x, fresh = make(OPTIMIZERS[0], lr=torch.tensor(0.1), capturable=True)
+    x.data = weight
+    third = build(fresh)
+    fresh.load_state_dict(saved[0])
+    third.load_state_dict(saved[1])
+    for count in range(3, 7):
+        step(x, fresh, count)
+        third.step()
+    assert torch.equal(w, x)
+    assert first.get_last_lr() == third.get_last_lr()
+
+
+def test_a_schedule_saved_before_it_was_torchs_goes_on() -> None:
+    w, optimizer = make(OPTIMIZERS[0])
+    schedule = espalier.StagewiseRestart(optimizer, [2, 4])
+    schedule.load_state_dict({"count": 3, "milestones": [2, 4], "gamma": 0.1})
+    seen = restarts(optimizer)
+    step(w, optimizer)
+    schedule.step()
+    assert schedule.count == 4
+    assert seen == [1]
+
+
+# --------------------------------------------------------------------------------------- z from a restart to the step
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "group lasso": (espalier.GroupLasso(0.1), {}),
+    "no penalty": (None, {}),
+    "nuclear norm": (espalier.NuclearNorm(0.1), {}),
+    "kernels": (espalier.GroupLasso(0.1), {"fused": True}),
+    "capturable": (espalier.GroupLasso(0.1), {"capturable": True}),
+    "skip_nonfinite": (espalier.GroupLasso(0.1), {"skip_nonfinite": True}),
+}
+
+
+def points(optimizer: Any, w: nn.Parameter) -> torch.Tensor:
+    with optimizer.structured():
+        return w.detach().clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("penalty", "settings"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+def test_from_a_restart_to_the_next_step_z_is_that_of_the_stage_before(
+    case: OptimizerCase, penalty: Any, settings: Any, dtype: torch.dtype
+) -> None:
+    w, idle = (nn.Parameter(torch.randn(6, 5).to(dtype)) for _ in range(2))
+    group = {"params": [w, idle], "penalty": penalty}
+    optimizer = case([group], lr=FAST[case.name], **settings)
+    schedule = espalier.StagewiseRestart(optimizer, [4, 5])
+    for seed in range(5):
+        w.grad = torch.randn(w.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        optimizer.step()
+        z = points(optimizer, w)
+        assert not torch.equal(z, w)
+        schedule.step()
+        before = w.detach().clone()
+        assert torch.equal(points(optimizer, w), z)  # though eps is another one now
+        assert torch.equal(w, before)
+    # a checkpoint brings it along
+    fresh = case([group], **settings)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert torch.equal(points(fresh, w), z)
+    for other in (optimizer, fresh):
+        other.step()
+        assert not torch.equal(points(other, w), z)
+        assert not any("last" in state for state in other.state_dict()["state"].values())
+
+
+def test_z_of_a_parameter_that_waits_is_kept_until_its_own_step() -> None:
+    w, v = (nn.Parameter(torch.randn(3, 3)) for _ in range(2))
+    optimizer = espalier.RAMDA([{"params": [w, v], "penalty": espalier.GroupLasso(0.1)}], lr=0.1)
+    w.grad, v.grad = torch.randn(3, 3), torch.randn(3, 3)
+    optimizer.step()
+    z = points(optimizer, v)
+    optimizer.restart()
+    v.grad = None
+    optimizer.step()
+    assert torch.equal(points(optimizer, v), z)
+    optimizer.restart()  # once more, before v has moved
+    assert torch.equal(points(optimizer, v), z)
+
+
+# -------------------------------------------------------------------------------------------------- eval() and train()
+
+
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+def test_eval_puts_z_into_the_weights_and_train_puts_them_back(case: OptimizerCase) -> None:
+    w, optimizer = make(case)
+    optimizer.eval()  # before any step
+    optimizer.train()
+    step(w, optimizer)
+    before, z = w.detach().clone(), points(optimizer, w)
+    optimizer.eval()
+    optimizer.eval()
+    assert torch.equal(w, z)
+    with optimizer.structured():
+        pass
+    assert torch.equal(w, z)
+    for forbidden in (optimizer.step, optimizer.restart):
+        with pytest.raises(RuntimeError, match=r"after eval\(\).*Call train\(\) first"):
+            forbidden()
+    optimizer.train()
+    optimizer.train()
+    assert torch.equal(w, before)
+    step(w, optimizer)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_checkpoint_made_after_eval_brings_the_weights_along(model_first: bool) -> None:
+    w, optimizer = make(DUAL_AVERAGING[0])
+    step(w, optimizer)
+    before = w.detach().clone()
+    optimizer.eval()
+    z, saved = w.detach().clone(), optimizer.state_dict()
+    v, fresh = make(DUAL_AVERAGING[0])
+    for load_model in (model_first, not model_first):
+        if load_model:
+            with torch.no_grad():
+                v.copy_(z)
+        else:
+            fresh.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="train"):
+        fresh.step()
+    fresh.train()
+    assert torch.equal(v, before)
+    assert "weight" not in fresh.state_dict()["state"][0]
+
+
+def test_what_is_written_into_the_weights_after_eval_stays() -> None:
+    w, optimizer = make(DUAL_AVERAGING[0])
+    step(w, optimizer)
+    optimizer.eval()
+    with torch.no_grad():
+        w.fill_(3.0)  # as when the best model is loaded at the end
+    optimizer.train()
+    assert (w == 3).all()
+
+
+def test_methods_that_hold_z_anyway_have_nothing_to_swap() -> None:
+    w, optimizer = make(OPTIMIZERS[2])
+    optimizer.eval()
+    step(w, optimizer)
+    optimizer.train()
 
 
 # ------------------------------------------------------------------------------------------- runs of known length
@@ -337,3 +583,81 @@ def test_a_checkpoint_from_before_the_ramp_at_the_end_still_loads(ramp: bool) ->
 def test_a_wrong_length_is_refused(total: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="total_steps must be"):
         espalier.RAMDA([nn.Parameter(torch.ones(1))], total_steps=total)
+
+
+# ------------------------------------------------------------------------------------------------ warm-up and cosine
+
+
+@pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.AdamW, espalier.RAMDA, espalier.ProxSGD])
+def test_warm_up_and_cosine_by_hand(build: Any) -> None:
+    optimizer = build([nn.Parameter(torch.ones(2))], lr=2.0)
+    schedule = espalier.WarmupCosine(optimizer, total_steps=20, warmup=0.2)
+    rates = []
+    for _ in range(24):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    cosine = [1 + math.cos(math.pi * i / 16) for i in range(16)]
+    assert rates == pytest.approx([0.5, 1.0, 1.5, 2.0, *cosine, 0, 0, 0, 0])
+    assert schedule.get_last_lr() == [0.0]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+def test_warm_up_and_cosine_end_with_exact_zeros_and_resume_to_the_bit(case: OptimizerCase, settings: Any) -> None:
+    total = 40
+    (a, go_a), (b, go_b), (c, go_c) = (regression() for _ in range(3))
+
+    def build(w: nn.Parameter) -> tuple[Any, Any]:
+        optimizer = case(penalised(w), lr=FAST[case.name], **settings)
+        return optimizer, espalier.WarmupCosine(optimizer, total)
+
+    (whole, first), (part, second), (fresh, third) = map(build, (a, b, c))
+    for seed in range(total):
+        go_a(whole, seed)
+        first.step()
+        if seed < 30:
+            go_b(part, seed)
+            second.step()
+    file = io.BytesIO()
+    torch.save([part.state_dict(), second.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    with torch.no_grad():
+        c.copy_(b)
+    third.load_state_dict(saved[1])  # in either order
+    fresh.load_state_dict(saved[0])
+    for seed in range(30, total):
+        go_c(fresh, seed)
+        third.step()
+    assert torch.equal(a, c)
+    with fresh.structured():
+        z = c.detach().clone()
+    assert torch.equal(z == 0, c == 0)
+    assert 0 < int((c == 0).all(0).sum()) < 8
+
+
+def test_warm_up_and_cosine_after_other_training() -> None:
+    w, go = regression()
+    optimizer = espalier.RAMDA(penalised(w), lr=0.1)
+    for seed in range(10):
+        go(optimizer, seed)
+    schedule = espalier.WarmupCosine(optimizer, 30)
+    assert optimizer.param_groups[0]["total_steps"] == 40
+    other = espalier.WarmupCosine(espalier.RAMDA(penalised(w)), 31)
+    with pytest.raises(ValueError, match="steps 30, this one 31"):
+        other.load_state_dict(schedule.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"total_steps": 0}, ValueError),
+        ({"total_steps": None}, TypeError),
+        ({"total_steps": 5, "warmup": 1}, ValueError),
+    ],
+)
+def test_bad_lengths_and_warm_ups(settings: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"total_steps|warmup"):
+        espalier.WarmupCosine(espalier.RAMDA([nn.Parameter(torch.ones(1))]), **settings)

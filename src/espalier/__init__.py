@@ -19,6 +19,9 @@ from espalier.optim import ProxGen as ProxGen
 from espalier.optim import ProxSGD as ProxSGD
 from espalier.optim import ProxSSI as ProxSSI
 from espalier.optim import StagewiseRestart as StagewiseRestart
+from espalier.optim import WarmupCosine as WarmupCosine
+from espalier.optim import structured as structured
+from espalier.optim import unwrap as unwrap
 from espalier.optim.emptied import StructureWarning as StructureWarning
 from espalier.partition import Partition as Partition
 from espalier.penalties import L1 as L1

@@ -6,3 +6,6 @@ from espalier.optim.prox_ssi import ProxSSI as ProxSSI
 from espalier.optim.ramda import RAMDA as RAMDA
 from espalier.optim.rmda import RMDA as RMDA
 from espalier.optim.schedule import StagewiseRestart as StagewiseRestart
+from espalier.optim.warmup_cosine import WarmupCosine as WarmupCosine
+from espalier.optim.wrappers import structured as structured
+from espalier.optim.wrappers import unwrap as unwrap

@@ -62,7 +62,10 @@ class StructuredOptimizer(Optimizer, ABC):
     preferred_solver: ClassVar[Solver] = Exact()
 
     # torch's __getstate__ keeps nothing but state and groups; these start anew in a copy
-    _in_structured: bool = False
+    # parameters that hold z, their weights, and the version that they had when eval() left them
+    _away: list[tuple[Tensor, Tensor, int | None]] | None = None
+    _evaluating: bool = False  # since eval()
+    _last: dict[Tensor, Tensor] | None = None  # z before a restart
     _diagnostics: Diagnostics | None = None
     _fused: Fused | None = None
 
@@ -212,6 +215,8 @@ class StructuredOptimizer(Optimizer, ABC):
         with self._fused.side_by_side() if self._fused else nullcontext():
             for j, group in enumerate(self.param_groups):
                 self._step_group(group, j, finite)
+        if self._last and finite is True and not self.defaults["capturable"]:
+            self._last = {p: z for p, z in self._last.items() if p.grad is None}
         return loss
 
     def _step_group(self, group: Group, number: int, finite: Tensor | bool) -> None:
@@ -281,10 +286,10 @@ class StructuredOptimizer(Optimizer, ABC):
             return problem.unpenalised()
         problem, start = problem.split(groups), groups.split(x.get("point", x["weight"]))
         solution = self._solver(group).solve(problem, penalty, groups, start)
-        if self._diagnostics is not None and not self._in_structured:
+        if self._diagnostics is not None and self._away is None:
             self._diagnostics.record(name, problem, penalty, groups, start, solution)
         z = groups.merge(solution.point, x["weight"].shape)
-        if "point" in x and not self._in_structured:
+        if "point" in x and self._away is None:
             x["point"].copy_(z)
         return z
 
@@ -324,34 +329,83 @@ class StructuredOptimizer(Optimizer, ABC):
     def structured(self) -> Iterator[StructuredOptimizer]:
         """Within the context the parameters hold z, exactly structured; afterwards the weights, to the bit.
 
-        z is recomputed from the optimizer's state, so nothing is kept for it during training. Where the method puts z
-        into the weights anyway (ProxSGD, ProxGen, ProxSSI) nothing happens. Right after a restart there is no z yet,
-        and the weights stay: look before the schedule's step, not after. An iterative solver may end elsewhere, within
-        its tolerance, than it did in the step; matrices that step in a batch may round otherwise alone.
+        z is recomputed from the optimizer's state, so nothing is kept for it during training. Only from a restart to
+        the next step the z of the stage before is kept. ProxSGD, ProxGen and ProxSSI put z into the weights anyway, so
+        with them nothing happens. An iterative solver may end elsewhere, within its tolerance, than it did in the step;
+        matrices that step in a batch may round otherwise alone.
         """
-        if self._in_structured:
-            yield self
+        own = self._own
+        if own._away is not None:
+            yield own
             return
-        weights: list[tuple[Tensor, Tensor]] = []
-        self._in_structured = True
+        own._put_structured()
+        try:
+            if not kernels.capturing():
+                warn_of_emptied(own, stacklevel=3)  # above: contextlib, and whoever enters
+            yield own
+        finally:
+            own._put_weights()
+
+    def eval(self) -> None:
+        """Put z into the parameters, as in `structured()`, until `train()` is called.
+
+        transformers' Trainer calls both by itself, and Accelerate's wrapper hands both on. Between the two a checkpoint
+        holds the weights beside z.
+        """
+        own = self._own
+        if own.anchored and own._away is None:
+            away = own._put_structured()
+            own._away = [(p, w, p._version) for p, w, _ in away]
+            own._evaluating = True
+            warn_of_emptied(own, stacklevel=2)
+
+    def train(self) -> None:
+        """Put the weights back into the parameters, if `eval()` took them away.
+
+        A parameter that was written to since then, for instance by loading a model, keeps what was written.
+        """
+        own = self._own
+        if own._evaluating:
+            own._put_weights()
+
+    def _put_structured(self) -> list[tuple[Tensor, Tensor, int | None]]:
+        away: list[tuple[Tensor, Tensor, int | None]] = []
+        self._away = away
         try:
             with torch.no_grad():
                 for j, group in enumerate(self.param_groups if self.anchored else ()):
                     names = {p: name for p, name in named(group, j) if self.state.get(p)}
-                    weights += [(p, p.clone()) for p in names]
+                    away += [(p, p.clone(), None) for p in names]
                     left = list(names)
                     if fused := self._kernels(group):
                         left = fused.deliver(group, left)
                     for p in left:
                         p.copy_(self._structured_point(group, p, self.state[p], names[p]))
-            if not kernels.capturing():
-                warn_of_emptied(self, stacklevel=3)  # above: contextlib, and whoever enters
-            yield self
-        finally:
-            self._in_structured = False
-            with torch.no_grad():
-                for p, w in weights:
+                for p, z in self._last_points().items():
+                    p.copy_(z)
+        except BaseException:
+            self._put_weights()
+            raise
+        return away
+
+    def _put_weights(self) -> None:
+        away, self._away, self._evaluating = self._away, None, False
+        with torch.no_grad():
+            for p, w, version in away or ():
+                if version is None or version == p._version:
                     p.copy_(w)
+
+    def _last_points(self) -> dict[Tensor, Tensor]:
+        """z before the last restart, of the parameters that have made no step since then."""
+        # by the clock: the replay of a captured step runs nothing here
+        self._last = {p: z for p, z in self._last.items() if self.state[p]["step"] == 0} if self._last else {}
+        return self._last
+
+    @property
+    def _own(self) -> StructuredOptimizer:
+        """The optimizer itself. Lightning's wrapper claims its class, so methods of this class are called on it."""
+        own: StructuredOptimizer = self.__dict__.get("_optimizer", self)
+        return own
 
     @_disable_dynamo
     def _structured_point(self, group: Group, p: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
@@ -367,10 +421,17 @@ class StructuredOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin a new stage: W⁰ ← W and t, α, V, U ← 0. Methods without an anchor have nothing to restart."""
+        """Begin a new stage: W⁰ ← W and t, α, V, U ← 0. Methods without an anchor have nothing to restart.
+
+        Until the next step `structured()` gives the z of the stage that ended.
+        """
+        if self._own is not self:
+            return self._own.restart()
         self._refuse_in_structured("restart")
         if not self.anchored:
             return
+        self._last = {p: p.clone() for p, *_ in self._put_structured()}
+        self._put_weights()
         for group, p, _ in self._parameters():
             if state := self.state.get(p):
                 for k in (*self.clock, *self._buffers(group)):
@@ -390,11 +451,12 @@ class StructuredOptimizer(Optimizer, ABC):
     def diagnostics(self) -> Iterator[Diagnostics]:
         """Within the context every subproblem solved is reported: iterations, subgradient residual, decrease of the
         objective, active groups. Outside it nothing is computed for that."""
-        self._diagnostics = Diagnostics()
+        own = self._own
+        own._diagnostics = Diagnostics()
         try:
-            yield self._diagnostics
+            yield own._diagnostics
         finally:
-            self._diagnostics = None
+            own._diagnostics = None
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -435,7 +497,10 @@ class StructuredOptimizer(Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only; penalty and grouping stand as text."""
+        if self._own is not self:
+            return self._own.state_dict()
         saved = super().state_dict()
+        self._add_points(saved)
         for group in saved["param_groups"]:
             group.update(as_text(group), method=type(self).__name__)
             group.pop("solver", None)
@@ -446,7 +511,10 @@ class StructuredOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. A checkpoint that does not fit raises before anything changes."""
         # not torch's own: that would cast float32 state to the type of half precision parameters
-        self._refuse_in_structured("load_state_dict")
+        if self._own is not self:
+            return self._own.load_state_dict(state_dict)
+        if not self._evaluating:
+            self._refuse_in_structured("load_state_dict")
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -455,6 +523,7 @@ class StructuredOptimizer(Optimizer, ABC):
 
         groups: list[Group] = []
         state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        points: dict[str, dict[Tensor, Tensor]] = {"last": {}, "weight": {}}
         for saved, here in zip(saved_groups, self.param_groups, strict=True):
             del saved["method"]
             for k in DEVICE_OPTIONS & saved.keys():
@@ -466,14 +535,31 @@ class StructuredOptimizer(Optimizer, ABC):
             for key, p in zip(saved["params"], here["params"], strict=True):
                 if key in state_dict["state"]:
                     state[p] = self._own_state(groups[-1], p, state_dict["state"][key])
+                    for k in points.keys() & state_dict["state"][key].keys():
+                        points[k][p] = torch.empty_like(p).copy_(state_dict["state"][key][k])
                     old = self.state.get(p, {})
                     if here["capturable"] and old.keys() == state[p].keys():
                         for k, v in state[p].items():  # in place, likewise
                             old[k].copy_(v)
                         state[p] = old
         self.__setstate__({"state": state, "param_groups": groups})
+        self._take_points(points)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _add_points(self, saved: dict[str, Any]) -> None:
+        """Into a checkpoint: the z that a restart left, and the weights if eval() took them away."""
+        weights = {p: w for p, w, _ in self._away or ()} if self._evaluating else {}
+        number = {p: i for i, (_, p, _) in enumerate(self._parameters())}
+        for k, points in (("last", self._last_points()), ("weight", weights)):
+            for p, x in points.items():
+                saved["state"][number[p]] = {**saved["state"][number[p]], k: x}
+
+    def _take_points(self, points: dict[str, dict[Tensor, Tensor]]) -> None:
+        """From a checkpoint. It was made after eval() if it has weights; then the model's checkpoint holds z."""
+        self._last = points["last"]
+        self._evaluating = bool(points["weight"])
+        self._away = [(p, w, None) for p, w in points["weight"].items()] if self._evaluating else None
 
     # ------------------------------------------------------------------------------------------------ checks
 
@@ -483,10 +569,11 @@ class StructuredOptimizer(Optimizer, ABC):
                 yield group, p, name
 
     def _refuse_in_structured(self, what: str) -> None:
-        if self._in_structured:
-            raise RuntimeError(
-                f"{what}() inside structured(): the weights are away and would be lost. Leave the context first."
+        if self._away is not None:
+            where, way_out = (
+                ("after eval()", "Call train()") if self._evaluating else ("inside structured()", "Leave the context")
             )
+            raise RuntimeError(f"{what}() {where}: the weights are away and would be lost. {way_out} first.")
 
     def _check_capture(self) -> None:
         if not self.defaults["capturable"] and kernels.capturing():
