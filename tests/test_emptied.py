@@ -201,3 +201,83 @@ def test_a_run_that_ends_with_one_zero_is_not_said() -> None:
     with torch.no_grad():
         model[1].weight[:, 0] = 0.0
     assert said(structure, optimizer) == []
+
+
+# ------------------------------------------------------------------------------------------------- shrinking
+
+
+class Residual(nn.Module):
+    """A block that the model can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + torch.relu(self.inner(x)))
+
+
+def shrunk(model: nn.Module, example: Tensor) -> tuple[Any, list[str]]:
+    found: list[Any] = []
+    lines = said(lambda m: found.append(espalier.shrink(m, example, latency=False)), model)
+    return found[0].report, lines
+
+
+@pytest.mark.parametrize("empty", [(0, 1, 2), (1,)], ids=["all", "one"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_shrinking_a_model_that_computes_a_constant_is_warned_of(empty: tuple[int, ...], batch: int) -> None:
+    model = net()
+    with torch.no_grad():
+        for i in empty:
+            model[i].weight.zero_()
+    report, (line,) = shrunk(model, torch.randn(batch, 4))
+    zero = ", ".join(f"{i}.weight" for i in empty)
+    assert line.startswith(f"the model computes the same output for different inputs, because every weight of {zero} ")
+    assert "train again with λ / 10" in line
+    assert report.warnings == (line,)
+    assert f"warnings:\n  {line}" in str(report)
+
+
+def test_a_block_that_is_not_missed_is_only_reported() -> None:
+    model = Residual()
+    with torch.no_grad():
+        model.inner.weight.zero_()
+    report, lines = shrunk(model, torch.randn(2, 4))
+    assert lines == []
+    assert report.warnings == ("every weight of inner.weight is zero",)
+
+
+def test_shrinking_says_nothing_of_layers_that_hold_something() -> None:
+    model = net()
+    with torch.no_grad():
+        for layer in model:
+            layer.bias.zero_()
+            layer.weight[:, 0] = 0.0
+    report, lines = shrunk(model, torch.randn(2, 4))
+    assert (report.warnings, lines) == ((), [])
+
+
+def test_one_input_alone_does_not_show_a_constant() -> None:
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.zero_()
+    # no other input is known to be one
+    report, lines = shrunk(model, torch.ones(1, 1))
+    assert lines == []
+    assert report.warnings == ("every weight of weight is zero",)
+
+
+def test_a_penalty_that_took_everything_is_said_from_training_to_shrinking() -> None:
+    # the trial's case: 19,210 parameters shrank to 85 without a word
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = espalier.RAMDA(regularize(model, GroupLasso(10.0)), lr=1e-2, total_steps=40)
+    x, y = torch.randn(64, 8), torch.randint(3, (64,))
+    for _ in range(40):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(said(structure, optimizer)) == 1
+    report, lines = shrunk(model, x[:2])
+    assert report.small.parameters < 20
+    assert len(lines) == 1

@@ -66,7 +66,8 @@ LAYERS: dict[type[nn.Module], Callable[[nn.Module], Weights]] = {
 """The layers whose weights are penalised unless a rule says otherwise, and how each stores them."""
 
 
-def _weights(module: nn.Module) -> Weights:
+def weights_of(module: nn.Module) -> Weights:
+    """Attributes of a layer that hold its weights, with their layouts; none for a module that is no known layer."""
     for kind, weights in LAYERS.items():
         if isinstance(module, kind):
             yield from weights(module)
@@ -145,7 +146,7 @@ def _walk(model: nn.Module) -> list[_Found]:
     for owner, module in modules.items():
         parts = owner.split(".") if owner else []
         around = {n: modules[n] for n in (".".join(parts[:i]) for i in range(len(parts) + 1))}
-        layouts = dict(_weights(module))
+        layouts = dict(weights_of(module))
         for short in layouts:
             if is_parametrized(module, short):
                 warnings.warn(

@@ -76,6 +76,7 @@ class ShrinkReport:
         difference: of their outputs.
         removed, kept: what went and what could not go, one line each.
         low_rank, gathers: the layers that were replaced.
+        warnings: layers that are zero as a whole; and whether the output no longer depends on the input.
     """
 
     dense: Sizes
@@ -86,6 +87,7 @@ class ShrinkReport:
     kept: tuple[str, ...] = ()
     low_rank: tuple[LowRankRow, ...] = ()
     gathers: tuple[GatherRow, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def parameters_ratio(self) -> float:
@@ -134,7 +136,7 @@ class ShrinkReport:
         if self.gathers:
             selected = [(x.name, x.given, x.read, _ms(x.ms_before), _ms(x.ms_after)) for x in self.gathers]
             parts.append(table(("gather", "from", "to", "ms before", "ms after"), selected))
-        for head, lines in (("removed", self.removed), ("kept", self.kept)):
+        for head, lines in (("removed", self.removed), ("kept", self.kept), ("warnings", self.warnings)):
             if lines:
                 parts.append("\n".join((f"{head}:", *(f"  {line}" for line in lines))))
         if self.small.parameters == self.dense.parameters:

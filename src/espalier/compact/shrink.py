@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from espalier.checks import check_number
 from espalier.compact.copies import ShrinkError, copied, for_a_run, same_numbers
 from espalier.compact.denormals import denormal
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
+from espalier.compact.nothing import nothing_left
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Plan, plan, shared_folds
 from espalier.compact.replaced import replaced
@@ -25,6 +27,7 @@ from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer
 from espalier.compact.verify import Difference, check, outputs
 from espalier.compact.walk import left_behind, tensors_in
+from espalier.optim.emptied import StructureWarning
 
 # what rounding a bias that takes up constants may change, in float32
 _FOLDED = 1e-6
@@ -145,6 +148,10 @@ def _shrunk(
             raise
         why = "its code may take another branch than on the examples; take these as examples"
         raise ShrinkError(f"the shrunk model fails on `timed`, where {why}: {type(error).__name__}: {error}") from error
+    lines, constant = nothing_left(original, [inputs, *drawn])
+    for line in lines if constant else ():
+        warnings.warn(line, StructureWarning, stacklevel=3)
+    report = replace(report, warnings=lines)
     _restore(made.small, modes)
     if inplace:
         model.__dict__.update({k: v for k, v in made.small.__dict__.items() if k != "training"})
