@@ -199,6 +199,23 @@ def followed(*values: Any) -> list[Seen]:
     return found
 
 
+def held_by(module: nn.Module) -> list[Seen]:
+    """All followed numbers that a module, or one of its own, can read."""
+    found, met = list[Seen](), set[int]()
+
+    def search(inside: Mapping[str, Any], depth: int) -> None:
+        for v in inside.values():
+            if isinstance(v, Seen):
+                found.append(v)
+            elif depth and id(v) not in met and (deeper := _inside(v)) is not None:
+                met.add(id(v))
+                search(dict(deeper), depth - 1)
+
+    for each in module.modules():
+        search(vars(each), _DEPTH)
+    return found
+
+
 def set_attribute(model: nn.Module, key: Key, value: int) -> None:
     """Past __setattr__: configurations may be frozen."""
     module, path = key

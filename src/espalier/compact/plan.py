@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,19 +36,38 @@ class Plan:
         return (reader.nonzero[self.stays(reader.rows)] & ~reader.folds).any(0)
 
 
-def plan(trace: Trace, align: int, care: int) -> Plan:
-    """A unit stays when the model's output depends on it, or where a layer needs the number.
+Slot: TypeAlias = tuple[str, int]  # a parameter and one of its dimensions
 
-    care: 1 folds no constants into biases, because another size of the input may show that they are none; 2 also keeps
-    units that go through sizes which may be written in the model's code; 3 keeps all.
+
+def heads_slot(attention: str) -> Slot:
+    """What stands for the heads of an nn.MultiheadAttention."""
+    return f"{attention}.heads", 0
+
+
+@dataclass(frozen=True)
+class Care:
+    """How much to leave alone.
+
+    folds: whether constants are folded into biases. Another size of the input may show that they are none.
+    allowed: the slots that may lose channels; None for all.
     """
-    if care:
+
+    folds: bool = True
+    allowed: frozenset[Slot] | None = None
+
+
+def plan(trace: Trace, align: int, care: Care) -> Plan:
+    """A unit stays if the model's output depends on it, or if a layer needs the number."""
+    if not care.folds:
         trace.readers[:] = [replace(r, folds=r.folds & False) for r in trace.readers]
-    for units in trace.risky if care > 1 else ():
-        trace.units.pin(units)
+    if care.allowed is not None:
+        units = {**trace.slots, **{heads_slot(name): unit for name, (_, unit) in trace.heads.items()}}
+        for slot in units.keys() - care.allowed:
+            trace.units.pin(units[slot])
     _together(trace)
+    _keep_unused(trace)
     while True:
-        found = _found(trace, align, care)
+        found = _found(trace, align)
         attributes, wrong = _attributes(trace, found)
         if not wrong:
             return replace(found, attributes=attributes)
@@ -55,15 +75,25 @@ def plan(trace: Trace, align: int, care: int) -> Plan:
             _keep(trace, use)
 
 
-def _found(trace: Trace, align: int, care: int) -> Plan:
+def _found(trace: Trace, align: int) -> Plan:
     roots = trace.units.roots()
     live = torch.zeros(len(roots), dtype=torch.bool)
     live[RIGID] = True
-    live |= care == 3
     found = Plan(roots, live)
     _spread(trace, found)
     _round(trace, found, align)
     return found
+
+
+def _keep_unused(trace: Trace) -> None:
+    """What the outputs would not depend on if every weight were nonzero: only training uses it."""
+    used = Plan(trace.units.roots(), torch.zeros(len(trace.units.roots()), dtype=torch.bool))
+    used.live[RIGID] = True
+    _spread(trace, used, dense=True)
+    for (name, _), labels in trace.slots.items():
+        if not used.stays(labels).all():
+            trace.units.pin(labels[~used.stays(labels)])
+            trace.tell(name.rpartition(".")[0] or name, "not used in eval mode, and kept for training")
 
 
 def _together(trace: Trace) -> None:
@@ -123,13 +153,17 @@ def shared_folds(readers: list[Reader]) -> Iterator[Reader]:
         yield r if alone else replace(r, folds=r.folds & (r.values == 0), module=None)
 
 
-def _spread(trace: Trace, found: Plan) -> None:
-    """From what stays to all that it reads. Whoever is not reached is not missed, in a circle or not."""
+def _spread(trace: Trace, found: Plan, dense: bool = False) -> None:
+    """From what stays to all that it reads. Units that are not reached are dead, including those in cycles.
+
+    dense: as if no weight were zero.
+    """
     roots, live = found.roots, found.live
     before = -1
     while before != (before := int(live.sum())):
         for reader in reversed(trace.readers):
-            live[roots[reader.columns[found.reads(reader)]]] = True
+            read = found.stays(reader.rows).any() if dense else found.reads(reader)
+            live[roots[reader.columns[read.expand(len(reader.columns))]]] = True
         for needing, needed in trace.needs:
             if found.stays(needing).any():
                 live[roots[needed]] = True

@@ -18,11 +18,12 @@ from espalier.compact.denormals import denormal
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
 from espalier.compact.nothing import nothing_left
 from espalier.compact.optimizer import carried_over
-from espalier.compact.plan import Plan, plan, shared_folds
+from espalier.compact.plan import Care, Plan, plan, shared_folds
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
 from espalier.compact.runs import Run, dependent, kept_random, results, run
+from espalier.compact.search import most
 from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer
 from espalier.compact.verify import Difference, check, outputs
@@ -132,9 +133,11 @@ def _shrunk(
     _trace(original, inputs, ignore, left)  # it must be possible before anything is removed
     original = _without_denormals(original, trials, ignore)
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
-    small, trace, found, kept, difference = _removed(original, inputs, trials, ignore, left, align, slack)
+    removed = _removed(original, inputs, trials, ignore, left, align, slack)
+    trace = removed.trace
     made = replaced(
-        original, small, trace, found, kept, difference, trials, slack, gather, layers, align, factors, rank_tol
+        original, removed.small, trace, removed.found, removed.kept, removed.difference, trials, slack, gather, layers,
+        align, factors, rank_tol,
     )  # fmt: skip
     if first.changed:
         trace.tell("", _carried(first.changed))
@@ -188,27 +191,33 @@ def _carried(changed: Sequence[str]) -> str:
     return f"a call in eval mode changes its state ({names}): each comparison began with the state that was given"
 
 
+@dataclass
+class _Removed:
+    """A model without the channels that are not needed, which passed its check."""
+
+    small: nn.Module
+    trace: Trace
+    found: Plan
+    kept: Kept
+    difference: Difference
+
+
 def _removed(
     original: nn.Module, inputs: Call, trials: Sequence[Call], ignore: Sequence[str], left: Collection[str],
     align: int, slack: float,
-) -> tuple[nn.Module, Trace, Plan, Kept, Difference]:  # fmt: skip
-    """Without the channels that are not needed. Where the model's code does not follow its layers, with more care."""
-    failure: Exception | None = None
-    for care in (0, 1, 2, 3):
+) -> _Removed:  # fmt: skip
+    """Without the channels that are not needed, and with those that the model's code needs all the same."""
+
+    def attempt(care: Care) -> _Removed:
         small, kept = copied(original), Kept()
-        try:
-            trace, found = _remove(small, inputs, ignore, left, align, care, kept)
-            difference = check(original, small, trials, slack=slack)
-        except Exception as error:
-            failure = failure or error
-            if care == 3:
-                raise
-        else:
-            if care and failure is not None:
-                what = ("constant channels", "channels that pass through sizes written in the code", "all channels")
-                trace.tell("", f"keeps {what[care - 1]}, because without them: {str(failure).splitlines()[0]}")
-            return small, trace, found, kept, difference
-    raise AssertionError("unreachable")
+        trace, found = _remove(small, inputs, ignore, left, align, care, kept)
+        return _Removed(small, trace, found, kept, check(original, small, trials, slack=slack))
+
+    def seen() -> tuple[Trace, Plan]:
+        trace = _trace(original, inputs, ignore, left)
+        return trace, plan(trace, align, Care())
+
+    return most(attempt, seen)
 
 
 def _coarsest(model: nn.Module) -> torch.dtype:
@@ -282,16 +291,18 @@ def _check(
 
 
 def _remove(
-    model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str], align: int, care: int, kept: Kept
+    model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str], align: int, care: Care, kept: Kept
 ) -> tuple[Trace, Plan]:
     """Until nothing more can go: a grouped convolution of one group is an ordinary one. The model is not run."""
-    reasons: dict[str, str] = {}
+    reasons: list[tuple[str, str]] = []
     while True:
         trace = _trace(model, inputs, ignore, left)
-        reasons |= trace.kept
         found = plan(trace, align, care)
+        reasons += trace.kept.items()
         if not remove(model, trace, found, kept):
-            trace.kept |= reasons
+            trace.kept.clear()
+            for name, why in reasons:
+                trace.tell(name, why)
             return trace, found
 
 
@@ -305,9 +316,13 @@ def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collecti
     try:
         try:
             trace = tracer.run(*cloned(inputs))
+        except ShrinkError:
+            raise
         except Exception:  # code may want integers that are nothing more
             tracer = Tracer(model, ignore, follow=False)
             trace = tracer.run(*cloned(inputs))
+    except ShrinkError:
+        raise
     except Exception as error:
         where = tracer.place
         way_out = f" Leave that module alone by ignore=[{where!r}]."

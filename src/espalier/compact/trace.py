@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from espalier.compact.attributes import Recorder, Use
+from espalier.compact.attributes import Recorder, Use, held_by
 from espalier.compact.layout import Given
 from espalier.compact.units import RIGID, Units
 from espalier.compact.walk import tensors_in
@@ -66,10 +67,9 @@ class Trace:
     kept: dict[str, str] = field(default_factory=dict)  # where channels had to stay, and why
 
     def tell(self, name: str, why: str) -> None:
-        """One more reason for what stays there."""
-        known = self.kept.get(name, "")
-        if why not in known:
-            self.kept[name] = f"{known}; {why}" if known else why
+        """One more reason for what stays there, or several."""
+        reasons = dict.fromkeys((*filter(None, self.kept.get(name, "").split("; ")), *why.split("; ")))
+        self.kept[name] = "; ".join(reasons)
 
 
 class Tracer(TorchFunctionMode):
@@ -89,6 +89,7 @@ class Tracer(TorchFunctionMode):
         for name, x in tensors:
             self._owners.setdefault(self._names[id(x)], set()).add(name.rpartition(".")[0])
         self._stack: list[str] = []
+        self.noting = False  # whether an operation is being noted, with all that it calls
         self.slotted: set[str] = set()  # parameters that an operation gave channels to
 
     # ------------------------------------------------------------------------------------------------ running
@@ -111,6 +112,7 @@ class Tracer(TorchFunctionMode):
             if self._follow:
                 stack.enter_context(Recorder(self.trace.uses).following(self.model))
             stack.enter_context(self)
+            stack.enter_context(_Unseen(self))
             stack.enter_context(torch.no_grad())
             out = self.model(*args, **kwargs)
         for x in tensors_in(out):
@@ -134,7 +136,13 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from espalier.compact import rules
 
-        return rules.apply(self, func, args, kwargs or {})
+        if self.noting:
+            return func(*args, **(kwargs or {}))
+        self.noting = True
+        try:
+            return rules.apply(self, func, args, kwargs or {})
+        finally:
+            self.noting = False
 
     @property
     def place(self) -> str:
@@ -183,13 +191,15 @@ class Tracer(TorchFunctionMode):
         for x in pinned:
             self.trace.units.pin(shortest(self.label(x)))
         if pinned:
-            self.trace.kept.setdefault(self.place, why)
+            self.trace.tell(self.place, why)
 
     def leave(self, name: str, module: nn.Module, given: Any, why: str) -> None:
         """A module stays as it is, and so do the channels that it is given."""
         self.pin(given, why)
+        for number in held_by(module):  # what its code does with them is not seen
+            number.must_stay()
         for p, _ in [*module.named_parameters(), *module.named_buffers()]:
-            self.refuse(f"{name}.{p}")
+            self.refuse(f"{name}.{p}" if name else p)
 
     def written(self, x: Any, understood: bool) -> None:
         """x was changed in place, and with it all that shares its memory: no constant there is one any more."""
@@ -202,8 +212,11 @@ class Tracer(TorchFunctionMode):
                 if not understood or y.shape != x.shape:
                     self.pin([y], "changed in place")
 
-    def refuse(self, name: str) -> None:
+    def refuse(self, name: str, why: str = "") -> None:
         """A parameter is used in a way that is not understood."""
+        if why and isinstance(self.parameter(name), nn.Parameter) and self.parameter(name).dim() > 1:
+            module, _, leaf = name.rpartition(".")
+            self.trace.tell(module, f"{leaf} is {why}")
         for dim in range(self.parameter(name).dim()):
             self.slot(name, dim, torch.tensor([RIGID]).expand(self.parameter(name).shape[dim]))
 
@@ -220,6 +233,19 @@ class Tracer(TorchFunctionMode):
         elif label is not None:
             units.join(found, label)
         return found
+
+
+class _Unseen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows the tracer the operations of code that goes past it, such as that of TorchScript's functions."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._tracer.noting or not torch._C._is_torch_function_enabled():
+            return func(*args, **(kwargs or {}))
+        return self._tracer.__torch_function__(func, types, args, kwargs)
 
 
 def get(model: nn.Module, name: str) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
 from espalier.compact.attributes import followed
 from espalier.compact.rules.channelwise import along, batch_norm, instance_norm, norm_over, pool, prelu, reduce
-from espalier.compact.rules.common import Arguments, Rule, Unknown, names
+from espalier.compact.rules.common import Arguments, Rule, RuleError, Unknown, names
 from espalier.compact.rules.moves import chunk, cut, fresh, item, join, move, pad, reshape
 from espalier.compact.rules.pointwise import cast_type, pointwise
 from espalier.compact.rules.products import addmm, attention, conv, conv_transpose, embedding, linear, matmul
@@ -55,9 +57,16 @@ def apply(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__
+    name, _, overload = name.partition(".")
     out = func(*args, **kwargs)
     noted = False
-    if name not in _LOOKS:
+    if name in _LOOKS:
+        pass
+    elif overload and name.rstrip("_") not in _POINTWISE:  # called past torch's functions, with other arguments
+        _leave(tracer, args, kwargs, f"{name}, in code that goes past torch's functions,")
+    elif any(map(is_functorch_wrapped_tensor, tensors_in([args, kwargs]))):
+        _leave(tracer, args, kwargs, f"{name}, under vmap or another transform of torch.func,")
+    else:
         known = name if name in RULES else name.rstrip("_")
         noted = _note(tracer, known, args, kwargs, out)
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
@@ -80,13 +89,32 @@ def _note(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, An
             raise Unknown
         rule(tracer, name, _by_name(rule, args, kwargs), out)
         understood = True
-    except (Unknown, LookupError, TypeError, ValueError, RuntimeError):
+    except Unknown:
         tracer.pin([args, kwargs], f"{name} is not understood, and keeps all channels")
+    except Exception as error:
+        place = tracer.place
+        way_out = f" Until it is mended, leave the module alone by ignore=[{place!r}]." if place else ""
+        raise RuleError(
+            f"Espalier's rule for {name} failed{f' in {place}' if place else ''} with {type(error).__name__}: {error}. "
+            f"This is a fault of the rule, not of the model.{way_out}"
+        ) from error
     # a parameter that a rule did not give channels to is used in a way of its own
     for found in {tracer.name(x) for x in given} - tracer.slotted:
         if found:
-            tracer.refuse(found)
+            tracer.refuse(
+                found, f"read by {name}{'' if understood else ', which is not understood'}: it keeps its size"
+            )
     return understood and rule in (reshape, move)
+
+
+def _leave(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> None:
+    """All that an operation is given keeps its channels."""
+    for x in tensors_in([args, kwargs]):
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        tracer.pin([x], f"{what} is not understood, and keeps all channels")
+        if known := tracer.name(x):
+            tracer.refuse(known, f"read by {what} which is not understood: it keeps its size")
 
 
 def _by_name(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

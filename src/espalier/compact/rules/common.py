@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from espalier.compact.trace import Tracer, varies
+from espalier.compact.verify import ShrinkError
 
 Arguments: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[Tracer, str, Arguments, Any], None]
@@ -15,6 +16,10 @@ Rule: TypeAlias = Callable[[Tracer, str, Arguments, Any], None]
 
 class Unknown(Exception):
     """An operation in a form that has no rule: all channels that it is given stay."""
+
+
+class RuleError(ShrinkError):
+    """A rule failed on an operation that ran: a fault of the rule."""
 
 
 def names(text: str) -> tuple[str, ...]:

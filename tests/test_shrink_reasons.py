@@ -1,0 +1,227 @@
+"""What stays, stays for a reason that the report gives; and it costs its own channels, not those of other layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import espalier
+from espalier.compact import rules
+
+QUICK = {"latency": False, "low_rank": False, "gather": "never"}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    """Layers by name, and a forward given as a function."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def unread(layer: Any, *channels: int) -> Any:
+    with torch.no_grad():
+        layer.weight[:, list(channels)] = 0
+    return layer
+
+
+def shrunk(model: nn.Module, x: Tensor, **options: Any) -> espalier.Shrunk:
+    model = model.double().eval()
+    found = espalier.shrink(model, x.double(), **{**QUICK, **options})
+    for size in (1, 5):
+        y = torch.randn(size, *x.shape[1:], dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(found.model(y), model(y), rtol=1e-9, atol=1e-11)
+    return found
+
+
+def scripted(code: str) -> Callable[[Tensor], Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still in use
+        made: Callable[[Tensor], Tensor] = torch.jit.CompilationUnit(f"def f(x):\n  return {code}\n").f
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------- its own channels
+
+# name: (what is between two layers, whether their channels can go, words of the report)
+BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor], bool, str]] = {
+    "TorchScript's function": (
+        scripted("torch.softmax(x, 1) * x"),
+        False,
+        "softmax, in code that goes past",
+    ),
+    "entry by entry in TorchScript": (scripted("x * torch.sigmoid(1.702 * x)"), True, ""),
+    "vmap": (torch.vmap(torch.sin), False, "sin, under vmap"),
+    "scale by the width": (lambda h: h * h.shape[-1] ** -0.5, False, "does not compute what the dense one does"),
+    "the width in an error": (lambda h: h if h.shape[-1] == 8 else h[:, :, None], False, "because without them"),
+    "written in the code": (lambda h: h.view(-1, 8).tanh(), False, "because without them"),
+    "mapped by numpy": (lambda h: torch.from_numpy(h.numpy()) * 1, False, "numpy is not understood"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_is_not_seen_costs_its_own_channels(name: str) -> None:
+    between, goes, words = BETWEEN[name]
+    net = Net(
+        lambda s, x: s.f(F.relu(s.e(F.relu(s.d(s.c(s.b(between(s.a(x)))).tanh()))))),
+        a=nn.Linear(4, 8), b=unread(nn.Linear(8, 6), 1, 3), c=unread(nn.Linear(6, 8), 2), d=unread(nn.Linear(8, 8), 1),
+        e=unread(nn.Linear(8, 9), 0, 1, 2), f=unread(nn.Linear(9, 2), 4, 5),
+    )  # fmt: skip
+    found = shrunk(net, torch.randn(3, 4))
+    small = found.model
+    assert [getattr(small, k).out_features for k in "bcdef"] == [5, 7, 5, 7, 2]
+    assert small.a.out_features == (6 if goes else 8)
+    assert words in str(found.report)
+
+
+def test_attention_whose_heads_cannot_go_costs_no_other_layer() -> None:
+    """Its heads are said by another of its attributes, too."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), unread(nn.Linear(16, 16), 3)
+            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+            self.attention.out_proj.weight.data[:, :8] = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.b(F.relu(self.a(x)))
+            y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+            return y * self.attention.num_heads
+
+    small = shrunk(Asks(), torch.randn(2, 5, 16)).model
+    assert small.attention.num_heads == 4
+    assert small.a.out_features == 15
+
+
+# ---------------------------------------------------------------------------------------------------- parameters
+
+W = nn.Parameter
+
+
+def weights(*shapes: tuple[int, ...]) -> dict[str, Any]:
+    made = {f"w{i}": W(torch.randn(shape)) for i, shape in enumerate(shapes, 1)}
+    for w in made.values():
+        w.data[..., :2] = 0
+    return made
+
+
+# name: (model, words of the report)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "transposed": (lambda: Net(lambda s, x: (x @ s.w1.T) @ s.w2, **weights((6, 8), (6, 3))), "w1 is read by T"),
+    "einsum": (
+        lambda: Net(lambda s, x: torch.einsum("bi,io->bo", x, s.w1).relu(), **weights((8, 6))), "w1 is read by einsum"
+    ),
+    "bmm": (
+        lambda: Net(lambda s, x: torch.bmm(x[None], s.w1)[0], **weights((1, 8, 6))), "w1 is read by bmm",
+    ),
+    "tensordot": (
+        lambda: Net(lambda s, x: torch.tensordot(x, s.w1, 1).relu(), **weights((8, 6))), "w1 is read by tensordot"
+    ),
+    "index": (lambda: Net(lambda s, x: x @ s.w1[0], **weights((2, 8, 6))), "w1 is read by __getitem__"),
+    "in a layer": (
+        lambda: nn.Sequential(nn.Linear(8, 8), Net(lambda s, x: x @ s.w1.t(), **weights((6, 8)))), "1: w1 is read by t"
+    ),
+    "also elsewhere": (
+        lambda: Net(lambda s, x: s.b(s.a(x)) + s.a.weight.sum(), a=nn.Linear(8, 6), b=nn.Linear(6, 6)),
+        "a: weight is read by sum",
+    ),
+    "weight norm": (lambda: nn.Sequential(nn.Linear(8, 8), weight_norm(nn.Linear(8, 2))), "original1 is read by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_parameter_that_is_read_in_another_way_is_told(name: str) -> None:
+    build, words = REFUSED[name]
+    found = shrunk(build(), torch.randn(3, 8))
+    assert any(words in line for line in found.report.kept), found.report.kept
+    assert "λ" not in str(found.report) or "See what was kept" in str(found.report)
+
+
+def test_a_module_has_all_its_reasons() -> None:
+    net = Net(lambda s, x: s.b(s.a(x).sort(-1).values) + s.d(s.c(x).cumsum(-1)),
+              a=nn.Linear(4, 6), b=nn.Linear(6, 3), c=nn.Linear(4, 6), d=nn.Linear(6, 3))  # fmt: skip
+    (line,) = [line for line in shrunk(net, torch.randn(3, 4)).report.kept if line.startswith("the model: ")]
+    assert "sort is not understood" in line
+    assert "cumsum over channels" in line
+
+
+# ---------------------------------------------------------------------------------------------------- not used in eval
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.mu, self.lv, self.d = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 8)
+        with torch.no_grad():
+            self.mu.weight[:, :6] = 0
+            self.lv.weight[:, 3:9] = 0
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.e(x).relu()
+        return self.mu(h), self.lv(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mu, lv = self.encode(x)
+        y: Tensor = self.d(mu + lv.exp() * torch.randn_like(mu) if self.training else mu)
+        return y
+
+
+class Halves(VAE):
+    """One layer gives both, as most do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lv = nn.Linear(16, 8)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mu, lv = self.lv(self.e(x).relu()).chunk(2, -1)
+        return mu, lv
+
+
+@pytest.mark.parametrize("kind", [VAE, Halves])
+def test_what_eval_does_not_use_stays_for_training(kind: type[VAE]) -> None:
+    model = kind()
+    found = shrunk(model, torch.randn(3, 8))
+    small = found.model
+    x = torch.randn(2, 8, dtype=torch.float64)
+    assert [t.shape for t in small.encode(x)] == [(2, 4), (2, 4)]
+    for ours, theirs in zip(small.encode(x), model.encode(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert small.e.out_features == (13 if kind is VAE else 16)  # three that neither reads
+    assert any(line.startswith("lv: not used in eval mode") for line in found.report.kept)
+    small.train()(x).sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------------- faults of rules
+
+
+@pytest.mark.parametrize("kind", [IndexError, TypeError, ValueError, RuntimeError])
+def test_a_fault_of_a_rule_is_no_unknown_operation(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise kind("oh")
+
+    monkeypatch.setitem(rules.RULES, "relu", broken)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    words = rf"rule for relu failed in 1 with {kind.__name__}: oh.*fault of the rule.*ignore=\['1'\]"
+    with pytest.raises(espalier.ShrinkError, match=words):
+        espalier.shrink(model, torch.randn(2, 4), **QUICK)
+    assert espalier.shrink(model, torch.randn(2, 4), **QUICK, ignore=["1"]).model[0].out_features == 8
