@@ -101,6 +101,15 @@ def test_each_layer_is_warned_of_once(look: Callable[[Any], object], again: Call
     assert len(said(look, one_zero(net(), 1))) == 1
 
 
+def test_a_wrapped_optimizer_warns_as_the_one_inside() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    optimizer = one_zero(net(), 1)
+    wrapped = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    assert len(said(structure, wrapped)) == 1
+    assert said(structure, optimizer) == said(look, wrapped) == []
+    assert structure(wrapped).warnings == structure(optimizer).warnings != ()
+
+
 def test_the_report_says_it_each_time() -> None:
     optimizer = one_zero(net(), 0, 1)
     (line,) = said(structure, optimizer)

@@ -15,6 +15,7 @@ from espalier.groupings import as_grouping, partition_of
 from espalier.optim.base import StructuredOptimizer
 from espalier.optim.checkpoint import Group, named
 from espalier.optim.emptied import Layer, StructureWarning, may_empty, too_strong, too_weak, warn_of_emptied
+from espalier.optim.wrappers import unwrap
 from espalier.penalties.base import Penalty, Structure
 from espalier.tables import table
 
@@ -167,6 +168,14 @@ def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
     return found
 
 
+def _inner(target: Any) -> StructuredOptimizer | None:
+    """The optimizer of this package that was given, be it in a framework's wrapper."""
+    try:
+        return unwrap(target)
+    except TypeError:
+        return None
+
+
 def _trained(optimizer: StructuredOptimizer, found: Iterable[_Penalised]) -> list[Layer]:
     """The parameters that the optimizer has trained under a penalty that can set something to zero."""
     return [x.as_trained for x in found if optimizer.state.get(x.tensor) and x.tensor.numel() and may_empty(x.penalty)]
@@ -204,10 +213,10 @@ def structure(
         raise TypeError("give the model and example inputs together: structure(optimizer, model, example_inputs).")
     found = _penalised(target)
     said: tuple[str, ...] = ()
-    if isinstance(target, StructuredOptimizer):
-        trained = _trained(target, found)
-        said = (*too_strong(trained), *too_weak(target, trained))
-        warn_of_emptied(target, trained, stacklevel=2)
+    if (inner := _inner(target)) is not None:
+        trained = _trained(inner, found)
+        said = (*too_strong(trained), *too_weak(inner, trained))
+        warn_of_emptied(inner, trained, stacklevel=2)
     report = StructureReport(tuple(map(_measured, found)), said)
     return report if model is None or example_inputs is None else _with_sizes(report, model, example_inputs)
 
@@ -287,8 +296,8 @@ class StructureMonitor:
                 flipped += int((now != self._last[key]).sum())
             self._last[key] = now
             groups += x.groups
-        if isinstance(self._target, StructuredOptimizer):
-            warn_of_emptied(self._target, _trained(self._target, found), stacklevel=2)
+        if (inner := _inner(self._target)) is not None:
+            warn_of_emptied(inner, _trained(inner, found), stacklevel=2)
         if flipped or self._look == 1:
             self._stable_since = self._look
         return Change(self._look, flipped, groups, self._stable_since)

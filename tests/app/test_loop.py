@@ -481,3 +481,30 @@ def test_a_shortened_last_stage_still_ends_in_zeros(tmp_path: Path) -> None:
     assert job.chosen.momentum == 0.99
     look = train(job, Silent()).looks()[-1]
     assert look["weights"]["structure"] == look["structured"]["structure"] > 0
+
+
+class Told(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(
+    ("method", "lam", "told"),
+    [("ramda", 1e-12, True), ("proxsgd", 1e-12, True), ("ramda", 0.0, False), ("ramda", 1e-1, False)],
+)
+def test_a_run_whose_penalty_removed_nothing_says_so_at_its_end(
+    method: str, lam: float, told: bool, tmp_path: Path
+) -> None:
+    # channels that are dead from the start would be removed by any λ, and this narrow network has some
+    changes = (f"methods.{method}.lam={lam}", "model.width=16")
+    progress = Told()
+    train(small.job("digits", tmp_path, method=method, changes=changes), progress)
+    lines = [line for line in progress.lines if "removed nothing" in line]
+    assert len(lines) == told
+    for line in lines:
+        assert line.endswith(f"Try --set methods.{method}.lam=3e-12")

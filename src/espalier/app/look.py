@@ -92,6 +92,7 @@ class Looker:
         self.measure = MEASURES[task.recipe.penalty]
         structured = isinstance(optimizer, StructuredOptimizer)
         self.monitor = espalier.StructureMonitor(optimizer) if structured else None
+        self.removed: float | None = None  # percent, when last looked at
 
     def look(self) -> dict[str, Any]:
         """Quality and structure (in percent), and what has flipped since the last look."""
@@ -102,6 +103,7 @@ class Looker:
         with at_structured_point(self.optimizer, self.model, self.task, self.seed) as differs:
             structured = self._measured() if differs else weights
             change = self.monitor.look()
+        self.removed = structured["structure"]
         return {
             "weights": weights,
             "structured": structured,

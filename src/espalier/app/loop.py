@@ -382,6 +382,11 @@ class Training:
         """Write the model as it is delivered, and the last checkpoint."""
         self._save()
         deliver(self.run, self.accelerator, self.looker)
+        if self.looker.removed == 0 and self.job.chosen.lam:
+            more = f"--set methods.{self.job.method}.lam={3 * self.job.chosen.lam:g}"
+            self.progress.say(
+                f"The penalty removed nothing: λ = {self.job.chosen.lam:g} is too small for this run. Try {more}"
+            )
         if self.board is not None:
             self.board.close()
             self.run.update(status="finished", seconds=self.at.seconds, sha256=digests(self.run.path))
