@@ -164,6 +164,47 @@ def test_a_module_has_all_its_reasons() -> None:
     assert "cumsum over channels" in line
 
 
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 2}])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_zero_columns_of_recurrent_layers_are_told(kind: Any, options: dict[str, Any]) -> None:
+    """Groups of inputs leave units that nothing reads through time, and the next layer reads all the same."""
+    net = Net(lambda s, x: s.f(s.r(x)[0]), r=kind(4, 8, batch_first=True, **options),
+              f=nn.Linear(16 if "bidirectional" in options else 8, 3))  # fmt: skip
+    net.r.weight_hh_l0.data[:, :7] = 0
+    (line,) = shrunk(net, torch.randn(3, 5, 4)).report.kept
+    assert line.startswith("r: 7 of 8 columns of weight_hh_l0 are zero, but a hidden unit leaves only if")
+
+
+def test_zero_columns_of_other_layers_are_told() -> None:
+    net = nn.Sequential(unread(nn.Linear(4, 8), 1), nn.ReLU(), Net(lambda s, x: s.b(x) + s.c(x),
+                        b=unread(nn.Linear(8, 3), 2, 3), c=nn.Linear(8, 3)))  # fmt: skip
+    kept = shrunk(net, torch.randn(3, 4)).report.kept
+    assert "0: 1 of 4 columns of weight are zero, but they read inputs of the model, or channels that must stay" in kept
+    assert any(line.startswith("2.b: 2 of 8 columns of weight are zero, but other layers read") for line in kept)
+
+
+# ---------------------------------------------------------------------------------------------------- projections
+
+
+@pytest.mark.parametrize("zeros", [0, 2])
+@pytest.mark.parametrize("ignore", [[], ["r"]])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 2}])
+def test_an_lstm_with_a_projection_stays_whole(options: dict[str, Any], ignore: list[str], zeros: int) -> None:
+    width = 6 if "bidirectional" in options else 3
+    net = Net(lambda s, x: s.f(s.e(s.r(x)[0])), r=nn.LSTM(5, 6, proj_size=3, **options), e=nn.Linear(width, 8),
+              f=unread(nn.Linear(8, 2), *range(zeros)))  # fmt: skip
+    small = shrunk(net, torch.randn(4, 2, 5), ignore=ignore).model
+    assert (small.r.hidden_size, small.r.proj_size, small.e.out_features) == (6, 3, 8 - zeros)
+
+
+def test_layers_of_low_rank_answer_for_their_sizes() -> None:
+    """Code may ask on a branch that the examples do not take."""
+    net = Net(lambda s, x: s.a(x) if len(x) != 5 else s.a(x) * s.a.out_features, a=nn.Linear(30, 20))
+    net.double().a.weight.data = torch.randn(20, 2).double() @ torch.randn(2, 30).double()
+    small = shrunk(net, torch.randn(3, 30), low_rank=True).model
+    assert (type(small.a).__name__, small.a.in_features, small.a.out_features) == ("LowRank", 30, 20)
+
+
 # ---------------------------------------------------------------------------------------------------- not used in eval
 
 

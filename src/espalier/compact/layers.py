@@ -15,6 +15,8 @@ from espalier.compact.layout import channels_last, select
 # A symbolic trace can't know how a tensor lies: it keeps this call as one, and needs the package wherever it runs.
 torch.fx.wrap("select")
 
+_INPUTS, _OUTPUTS = ("in_features", "in_channels"), ("out_features", "out_channels")
+
 
 def _factors(layer: nn.Module) -> TypeGuard[nn.Linear | _ConvNd]:
     # Exactly these: a subclass may compute something else, or be read past its forward, as MultiheadAttention does.
@@ -43,6 +45,10 @@ class Gather(nn.Module):
     def spec(self) -> dict[str, int]:
         """What `empty` needs."""
         return {"dim": self.dim, "entries": len(self.index)}
+
+    def __getattr__(self, name: str) -> Any:
+        """The layer's number of outputs, which other code may ask for."""
+        return getattr(self.layer, name) if name in _OUTPUTS else super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(select(x, self.dim, self.index))
@@ -89,6 +95,11 @@ class LowRank(nn.Module):
         weight = self.second.weight
         assert isinstance(weight, Tensor)
         return {"rank": weight.shape[1]}
+
+    def __getattr__(self, name: str) -> Any:
+        """The numbers of inputs and outputs, which other code may ask for."""
+        part = "first" if name in _INPUTS else "second" if name in _OUTPUTS else None
+        return super().__getattr__(name) if part is None else getattr(getattr(self, part), name)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.second(self.first(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -142,6 +142,24 @@ def _keep(trace: Trace, wrong: Use) -> None:
             trace.units.pin(use.labels)
     for module, name in wrong.keys:
         trace.tell(module, f"{name} is read as more than a number of channels, so it stays, and they do")
+
+
+def tell_zeros(trace: Trace, found: Plan, selecting: Collection[str]) -> None:
+    """Why zero columns that are left could not leave. Layers that select their inputs need no reason, and what was told
+    already is one."""
+    told = {*selecting, *trace.kept}
+    for reader in trace.readers:
+        module, _, leaf = reader.weight.rpartition(".")
+        zeros = ~reader.nonzero.any(0)
+        if module in told or not zeros.any():
+            continue
+        if leaf.startswith("weight_hh"):
+            why = "a hidden unit leaves only if every gate and every layer that reads it drops it"
+        elif bool((found.roots[reader.columns[zeros]] == RIGID).all()):
+            why = "they read inputs of the model, or channels that must stay"
+        else:
+            why = "other layers read these channels, or equal numbers must stay"
+        trace.tell(module, f"{int(zeros.sum())} of {len(zeros)} columns of {leaf} are zero, but {why}")
 
 
 def shared_folds(readers: list[Reader]) -> Iterator[Reader]:

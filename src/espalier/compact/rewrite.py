@@ -172,9 +172,10 @@ def fix_sizes(module: nn.Module) -> None:
         layer.embedding_dim = module.weight.shape[1]
     elif isinstance(module, nn.PReLU):
         layer.num_parameters = len(module.weight)
-    elif isinstance(module, nn.RNNBase):
-        layer.input_size, layer.hidden_size = layer.weight_ih_l0.shape[1], layer.weight_hh_l0.shape[1]
-        module.flatten_parameters()
+    elif type(module) in (nn.LSTM, nn.GRU, nn.RNN):  # a subclass may have other weights
+        gates = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
+        layer.input_size, layer.hidden_size = layer.weight_ih_l0.shape[1], layer.weight_hh_l0.shape[0] // gates
+        layer.flatten_parameters()
     elif isinstance(module, GatherCell):
         layer.hidden_size = len(module.weight_hh) // module.gates
     elif type(module) in CELLS:  # a subclass may have other weights

@@ -18,7 +18,7 @@ from espalier.compact.denormals import denormal
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
 from espalier.compact.nothing import nothing_left
 from espalier.compact.optimizer import carried_over
-from espalier.compact.plan import Care, Plan, plan, shared_folds
+from espalier.compact.plan import Care, Plan, plan, shared_folds, tell_zeros
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
@@ -139,6 +139,7 @@ def _shrunk(
         original, removed.small, trace, removed.found, removed.kept, removed.difference, trials, slack, gather, layers,
         align, factors, rank_tol,
     )  # fmt: skip
+    tell_zeros(trace, removed.found, [row.name for row in made.gathers])
     if first.changed:
         trace.tell("", _carried(first.changed))
     try:
