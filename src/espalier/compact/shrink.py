@@ -24,6 +24,7 @@ from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
 from espalier.compact.runs import Run, dependent, kept_random, results, run
 from espalier.compact.search import most
+from espalier.compact.sizes import other_sizes
 from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer
 from espalier.compact.verify import Difference, check, outputs
@@ -128,7 +129,7 @@ def _shrunk(
         _first_run(original, served, "inputs to time it with")
         layers = inputs_given(original, served)
     drawn = _random(original, inputs)
-    trials = [inputs, *drawn, *also]
+    trials = [inputs, *drawn, *also, *other_sizes(original, inputs)]
     left = _left(original, [inputs, *drawn])
     _trace(original, inputs, ignore, left)  # it must be possible before anything is removed
     original = _without_denormals(original, trials, ignore)

@@ -1,0 +1,111 @@
+"""Inputs of other sizes than the examples: other batches, and lengths or images of one entry more and one less."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from espalier.compact.copies import copied
+from espalier.compact.examples import Call
+from espalier.compact.runs import run
+from espalier.compact.walk import mapped, tensors_in
+
+Sizes: TypeAlias = dict[tuple[int, int], int]  # (which tensor, dimension): its size
+
+# forwards of the dense model that are spent on finding which sizes it takes
+_TRIES = 16
+
+
+def other_sizes(model: nn.Module, inputs: Call) -> list[Call]:
+    """Inputs like these that the model takes: a larger batch with all else one more, a smaller one with all one less.
+
+    Which dimensions may vary is found by running the model. The first dimension of the first tensor is the batch, with
+    the first ones of equal size. Other dimensions of equal size move together, or each by itself if the model does not
+    take that. What works alone is tried at once; if that fails, each remains alone.
+    """
+    taken = _Taken(model, inputs)
+    tensors = _tensors(inputs)
+    if not tensors:
+        return []
+    batch = [(i, 0) for i, x in enumerate(tensors) if len(x) == len(tensors[0])]
+    one, three = (dict.fromkeys(batch, n) for n in (1, 3))
+    small = one if len(tensors[0]) != 1 and taken(one) else {}
+    large = three if len(tensors[0]) != 3 and taken(three) else {}
+    more, less = list[Sizes](), list[Sizes]()
+    for size, dims in _alike(tensors, batch):
+        split = [[at for at in dims if at[1] == d] for d in sorted({d for _, d in dims})]
+        for some in (dims, *(split if len(split) > 1 else ())):
+            up, down = (dict.fromkeys(some, size + step) for step in (1, -1))
+            if taken(small | up):
+                more.append(up)
+                less += [down] if size > 1 and taken(small | down) else []
+                if some is dims:
+                    break
+    found: list[Sizes] = []
+    for first, steps in ((large, more), (small, less)):
+        together = first | {at: n for step in steps for at, n in step.items()}
+        parts = [x for x in (first, *(small | step for step in steps)) if x]
+        found += [together] if len(parts) > 1 and taken(together) else parts
+    return [given for sizes in found if taken.here(given := resized(inputs, sizes))]
+
+
+def resized(inputs: Call, sizes: Sizes) -> Call:
+    """The inputs cut to these sizes, or with entries repeated up to them."""
+    order = {id(x): i for i, x in enumerate(_tensors(inputs))}
+
+    def resize(given: Tensor) -> Tensor:
+        x = given.detach()
+        for dim, old in enumerate(given.shape):
+            new = sizes.get((order.get(id(given), -1), dim), old)
+            if new != old:
+                x = x.index_select(dim, torch.arange(new, device=x.device) % old)
+        return x
+
+    return mapped(inputs, resize)
+
+
+class _Taken:
+    """Whether a model takes inputs of some sizes, found by running it a limited number of times."""
+
+    def __init__(self, model: nn.Module, inputs: Call) -> None:
+        # on a GPU, an index beyond a table of positions would end the process
+        self._elsewhere = any(x.device.type != "cpu" for x in (*model.parameters(), *model.buffers()))
+        self._model, self._on_cpu = model, copied(model).cpu() if self._elsewhere else model
+        self._inputs, self._left = mapped(inputs, Tensor.cpu), _TRIES
+
+    def __call__(self, sizes: Sizes) -> bool:
+        self._left -= 1
+        return self._left >= 0 and _runs(self._on_cpu, resized(self._inputs, sizes))
+
+    def here(self, inputs: Call) -> bool:
+        """Whether the model also takes on its device what it takes on the CPU."""
+        return not self._elsewhere or _runs(self._model, inputs)
+
+
+def _runs(model: nn.Module, inputs: Call) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(model, inputs, again=False)
+    except Exception:
+        return False
+    return True
+
+
+def _tensors(inputs: Call) -> list[Tensor]:
+    """Those that have sizes, each once."""
+    found = {id(x): x for x in tensors_in(inputs) if x.dim() and x.numel() and not x.is_nested}
+    return list(found.values())
+
+
+def _alike(tensors: list[Tensor], batch: list[tuple[int, int]]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """All dimensions but the batch by size, the largest first."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for i, x in enumerate(tensors):
+        for d, size in enumerate(x.shape):
+            if (i, d) not in batch:
+                found.setdefault(size, []).append((i, d))
+    return sorted(found.items(), reverse=True)
