@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def for_a_run(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             shared.pop(id(module.weight), None)  # it writes into its weight
     memo: dict[int, Any] = {id(x): _detached(x) for _, x in left_behind(model) if not x.is_leaf}
+    # deepcopy takes its time with the dozen empty dicts of each module
+    empty = (
+        x for m in model.modules() for x in vars(m).values() if type(x) in (dict, OrderedDict, list, set) and not x
+    )
+    memo |= {id(x): type(x)() for x in empty}
     return copy.deepcopy(model, memo | shared)
 
 

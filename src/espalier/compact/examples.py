@@ -15,6 +15,10 @@ Inputs: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class OtherSizes(tuple[Any, ...]):
+    """Arguments and keyword arguments of other sizes than the examples."""
+
+
 def as_given(inputs: Inputs) -> Call:
     """Inputs as a user gives them, as arguments and keyword arguments."""
     if isinstance(inputs, Mapping):

@@ -27,7 +27,7 @@ from espalier.compact.search import most
 from espalier.compact.sizes import other_sizes
 from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer
-from espalier.compact.verify import Difference, check, outputs
+from espalier.compact.verify import Difference, check
 from espalier.compact.walk import left_behind, tensors_in
 from espalier.optim.emptied import StructureWarning
 
@@ -128,9 +128,9 @@ def _shrunk(
     if served is not None:
         _first_run(original, served, "inputs to time it with")
         layers = inputs_given(original, served)
-    drawn = _random(original, inputs)
-    trials = [inputs, *drawn, *also, *other_sizes(original, inputs)]
-    left = _left(original, [inputs, *drawn])
+    runs = [(inputs, first), *_random(original, inputs)]
+    left = dependent([given for given, _ in runs], [seen.left for _, seen in runs], original)
+    trials = [*(given for given, _ in runs), *also, *other_sizes(original, inputs)]
     _trace(original, inputs, ignore, left)  # it must be possible before anything is removed
     original = _without_denormals(original, trials, ignore)
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
@@ -181,11 +181,6 @@ def _first_run(original: nn.Module, inputs: Call, given: str) -> Run:
                 f"the model writes into its parameter {name} when it runs in eval mode: make it a buffer."
             )
     return found
-
-
-def _left(original: nn.Module, given: Sequence[Call]) -> set[str]:
-    """Names of results that the model leaves on its modules."""
-    return dependent(given, [run(original, inputs, again=False).left for inputs in given], original)
 
 
 def _carried(changed: Sequence[str]) -> str:
@@ -245,14 +240,13 @@ def _without_denormals(model: nn.Module, trials: Sequence[Call], ignore: Sequenc
     return flushed
 
 
-def _random(model: nn.Module, inputs: Call) -> list[Call]:
-    """Random inputs, if the model takes them: lengths and indices may not be just any."""
+def _random(model: nn.Module, inputs: Call) -> list[tuple[Call, Run]]:
+    """Random inputs and what becomes of them, if the model takes them: lengths and indices may not be just any."""
     drawn = random_like(inputs, 0)
     try:
-        outputs(model, drawn)
+        return [(drawn, run(model, drawn, again=False))]
     except Exception:
         return []
-    return [drawn]
 
 
 def _check(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.compact.copies import copied
-from espalier.compact.examples import Call
+from espalier.compact.examples import Call, OtherSizes
 from espalier.compact.runs import run
 from espalier.compact.walk import mapped, tensors_in
 
@@ -19,37 +19,37 @@ Sizes: TypeAlias = dict[tuple[int, int], int]  # (which tensor, dimension): its 
 _TRIES = 16
 
 
-def other_sizes(model: nn.Module, inputs: Call) -> list[Call]:
+def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
     """Inputs like these that the model takes: a larger batch with all else one more, a smaller one with all one less.
 
     Which dimensions may vary is found by running the model. The first dimension of the first tensor is the batch, with
     the first ones of equal size. Other dimensions of equal size move together, or each by itself if the model does not
-    take that. What works alone is tried at once; if that fails, each remains alone.
+    take that. All are varied at once if the model takes that, else one after another.
     """
     taken = _Taken(model, inputs)
     tensors = _tensors(inputs)
     if not tensors:
         return []
     batch = [(i, 0) for i, x in enumerate(tensors) if len(x) == len(tensors[0])]
-    one, three = (dict.fromkeys(batch, n) for n in (1, 3))
-    small = one if len(tensors[0]) != 1 and taken(one) else {}
-    large = three if len(tensors[0]) != 3 and taken(three) else {}
+    one, three = ({at: n for at in batch if n != len(tensors[0])} for n in (1, 3))
+    one = one if one and taken(one) else {}
     more, less = list[Sizes](), list[Sizes]()
     for size, dims in _alike(tensors, batch):
         split = [[at for at in dims if at[1] == d] for d in sorted({d for _, d in dims})]
         for some in (dims, *(split if len(split) > 1 else ())):
-            up, down = (dict.fromkeys(some, size + step) for step in (1, -1))
-            if taken(small | up):
-                more.append(up)
-                less += [down] if size > 1 and taken(small | down) else []
+            if taken(one | dict.fromkeys(some, size + 1)):
+                more.append(dict.fromkeys(some, size + 1))
+                less += [dict.fromkeys(some, size - 1)] if size > 1 else []
                 if some is dims:
                     break
     found: list[Sizes] = []
-    for first, steps in ((large, more), (small, less)):
+    for first, steps in ((three, more), (one, less)):
         together = first | {at: n for step in steps for at, n in step.items()}
-        parts = [x for x in (first, *(small | step for step in steps)) if x]
-        found += [together] if len(parts) > 1 and taken(together) else parts
-    return [given for sizes in found if taken.here(given := resized(inputs, sizes))]
+        if together and taken(together):
+            found.append(together)
+        elif steps:
+            found += [x for x in (first, *(one | step for step in steps)) if x and taken(x)]
+    return [given for sizes in found if taken.here(given := OtherSizes(resized(inputs, sizes)))]
 
 
 def resized(inputs: Call, sizes: Sizes) -> Call:

@@ -16,7 +16,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, Mapping, Set, ValuesView
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ _PLAIN = (
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
     *(uuid.UUID, pathlib.PurePath, re.Pattern, random.Random, type(threading.Lock()), type(threading.RLock())),
 )
+_SIMPLE = {types.NoneType, bool, int, float, str}
+_EMPTY = {dict, OrderedDict, list, set, tuple}
 # modules keep their parameters, buffers and children here
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
@@ -52,7 +54,7 @@ def leaves(values: Any, path: str = "", own: Container[nn.Module] | None = None)
         path, x = waiting.pop()
         if isinstance(x, Tensor):
             yield path, x
-        elif not isinstance(x, _PLAIN) and id(x) not in seen:
+        elif type(x) not in _SIMPLE and not isinstance(x, _PLAIN) and id(x) not in seen:
             seen[id(x)] = x
             if isinstance(x, nn.Module) and (own is None or x in own):
                 continue
@@ -140,7 +142,10 @@ def left_behind(model: nn.Module, *, hooks: bool = False) -> Iterator[tuple[str,
     registered = {id(x) for x in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in _REGISTERED and (hooks or key not in _HOOKS):
-                for path, x in leaves(value, f"{name}.{key}" if name else key):
-                    if isinstance(x, Tensor) and id(x) not in registered:
-                        yield path, x
+            # most of what a module holds is a number or an empty dict
+            plain = type(value) in _SIMPLE or (type(value) in _EMPTY and not value)
+            if plain or key in _REGISTERED or (key in _HOOKS and not hooks):
+                continue
+            for path, x in leaves(value, f"{name}.{key}" if name else key):
+                if isinstance(x, Tensor) and id(x) not in registered:
+                    yield path, x
