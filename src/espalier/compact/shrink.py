@@ -153,7 +153,7 @@ def _shrunk(
             raise
         why = "its code may take another branch than on the examples; take these as examples"
         raise ShrinkError(f"the shrunk model fails on `timed`, where {why}: {type(error).__name__}: {error}") from error
-    lines, constant = nothing_left(original, [inputs, *drawn])
+    lines, constant = nothing_left(original, [given for given, _ in runs])
     for line in lines if constant else ():
         warnings.warn(line, StructureWarning, stacklevel=3)
     report = replace(report, warnings=lines)

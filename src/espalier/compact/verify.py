@@ -199,13 +199,17 @@ def _double(x: Any) -> Any:
     return mapped(x, lambda t: t.detach().to(kinds[t.is_complex()]) if _inexact(t) else t)
 
 
-def difference(dense: nn.Module, small: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> Difference:
+def difference(
+    dense: nn.Module, small: nn.Module, inputs: Sequence[tuple[Any, ...]], stop_at: float = math.inf
+) -> Difference:
     """Both models in eval mode on each of the inputs, in their own dtype and, where they run in it, in float64.
 
     Each run begins with a fresh copy. What depends on the inputs is compared: all that models return, what they leave
     on their modules and, if a call changes their state, what they return at a second one. In float64 a wrong removal
     stays and rounding goes. There the dense model's own rounding is seen, too: in their own dtype the two may differ by
     four times as much where that is more than `ALLOWED`, as it is with TF32. Other sizes are run in one dtype.
+
+    stop_at: leave out further inputs once something differs by so much more than is allowed.
     """
     found: list[Comparison] = []
     skipped: str | None = None
@@ -240,6 +244,8 @@ def difference(dense: nn.Module, small: nn.Module, inputs: Sequence[tuple[Any, .
                 if all(c.dtype is not torch.float64 for c in exact):
                     skipped = f"the model itself rounds to {_short(exact[0].dtype)}"
         found += own
+        if any(c.error > c.allowed + stop_at for c in found):
+            break
     names = dependent([inputs[i] for i in left], [a_left for a_left, _, _ in left.values()], dense)
     for i, (*both_left, held) in left.items():
         a_left, b_left = ({name: x for name, x in each.items() if name in names} for each in both_left)
@@ -268,7 +274,7 @@ def _with_rounding(c: Comparison, a: dict[str, Tensor], truth: dict[str, Tensor]
 def check(dense: nn.Module, small: nn.Module, inputs: Sequence[tuple[Any, ...]], slack: float = 0.0) -> Difference:
     """`difference`, or ShrinkError where it is more than rounding, and than `slack`: what rounding of stored numbers,
     or a low rank, may change."""
-    found = difference(dense, small, inputs)
+    found = difference(dense, small, inputs, slack)
     found = replace(found, comparisons=tuple(replace(c, allowed=c.allowed + slack) for c in found.comparisons))
     if not found.ok:
         bad = [c for c in found.comparisons if not c.ok]
