@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from espalier.checks import refuse_dtensor
 from espalier.groupings import as_grouping, partition_of
 from espalier.optim.base import StructuredOptimizer
 from espalier.optim.checkpoint import Group, named
@@ -157,6 +158,7 @@ def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
             continue
         grouping = as_grouping(group.get("grouping") or penalty.default_grouping)
         for p, name in _with_names(group, j):
+            refuse_dtensor(p, name, "structure()")
             groups_of_p = partition_of(grouping, p.shape)
             x = groups_of_p.split(p.detach())
             found.append(_Penalised(name, p, penalty, penalty.structure(x, groups_of_p), groups_of_p.count))

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from espalier.groupings import Grouping, Layout, as_grouping, partition_of
+from espalier.checks import refuse_dtensor, refuse_flat
+from espalier.groupings import Element, Grouping, Layout, as_grouping, partition_of
 from espalier.penalties.base import Penalty
 
 Weights = Iterator[tuple[str, Layout]]
@@ -78,6 +79,11 @@ def weights_of(module: nn.Module) -> Weights:
         yield "weight", Layout(input_dim=0, output_dim=1)
 
 
+def _axes(module: nn.Module) -> int:
+    """How many axes the weights of a layer known to Espalier have: two, and those of a convolution's kernel."""
+    return 2 + len(module.kernel_size) if isinstance(module, nn.modules.conv._ConvNd) else 2
+
+
 @dataclass(frozen=True)
 class _Same:
     def __repr__(self) -> str:
@@ -132,6 +138,7 @@ class _Found:
     around: dict[str, nn.Module]  # the modules that it is inside of, by name
     parameter: nn.Parameter
     layout: Layout | None  # None where no layer known to Espalier stores it
+    axes: int | None  # that the weight of such a layer has
 
 
 def _walk(model: nn.Module) -> list[_Found]:
@@ -161,7 +168,7 @@ def _walk(model: nn.Module) -> list[_Found]:
             layout = None if id(p) in embedded else layouts.get(short)
             # a tensor that two layers share counts once, as the first of them that is known
             if id(p) not in found or (found[id(p)].layout is None and layout is not None):
-                found[id(p)] = _Found(name, around, p, layout)
+                found[id(p)] = _Found(name, around, p, layout, None if layout is None else _axes(module))
     return list(found.values())
 
 
@@ -252,6 +259,9 @@ def _choose(
     bound = as_grouping(grouping or penalty.default_grouping)
     if bound.layout == Layout() and f.layout is not None:  # a layout given by hand is meant
         bound = replace(bound, layout=f.layout)
+    if f.axes is not None and not isinstance(bound, Element):
+        refuse_flat(f.parameter, f.name, f.axes)
+    refuse_dtensor(f.parameter, f.name, type(penalty).__name__)
     try:
         penalty.check(bound)
         partition_of(bound, f.parameter.shape)

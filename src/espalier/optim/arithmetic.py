@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from espalier.subproblem import Scalar
+
+
+def rate(group: Mapping[str, Any]) -> Scalar:
+    """η; torch takes a tensor of shape (1,), too."""
+    lr: Scalar = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr
 
 
 def average(w: Tensor, z: Tensor, c: Scalar) -> None:

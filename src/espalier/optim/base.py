@@ -6,10 +6,11 @@ A method says how its sums grow with a gradient and which subproblem they pose; 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from operator import is_
 from typing import Any, ClassVar, TypeAlias, cast, overload
 
 import torch
@@ -19,15 +20,24 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from espalier import kernels, solvers
-from espalier.checks import check_number
-from espalier.groupings import Element, as_grouping, partition_of
+from espalier.checks import (
+    check_number,
+    flattened,
+    is_dtensor,
+    on_host,
+    refuse_dtensor,
+    refuse_flat,
+    rounded_up,
+    with_hints,
+)
+from espalier.groupings import Element, Grouping, as_grouping, partition_of
 from espalier.kernels import Fused
 from espalier.optim.arithmetic import average, follow
 from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
 from espalier.optim.emptied import warn_of_emptied
-from espalier.optim.gradients import all_finite, check_dense
+from espalier.optim.gradients import all_finite, check_dense, idle
 from espalier.optim.together import update_together
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty, RadialPenalty
@@ -40,7 +50,10 @@ Clock: TypeAlias = dict[str, Scalar]
 # What a captured graph must find on the device, for it changes from stage to stage.
 DEVICE_OPTIONS = {"lr", "eps", "ramp", "steps", "floor"}
 # How this machine steps: not for a checkpoint to say.
-OWN = ("skip_nonfinite", "fused", "capturable")
+OWN = ("skip_nonfinite", "fused", "capturable", "method", "params", "param_names")
+
+# What a user may set on a group between two steps.
+_WATCHED = (*OBJECTS, "fused", "lr", "momentum", "betas", "eps", "weight_decay", "total_steps")
 
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
@@ -66,8 +79,15 @@ class StructuredOptimizer(Optimizer, ABC):
     _away: list[tuple[Tensor, Tensor, int | None]] | None = None
     _evaluating: bool = False  # since eval()
     _last: dict[Tensor, Tensor] | None = None  # z before a restart
+    # the state is as it was made: no step has counted yet
+    _fresh: bool = False
     _diagnostics: Diagnostics | None = None
     _fused: Fused | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = with_hints(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -96,7 +116,10 @@ class StructuredOptimizer(Optimizer, ABC):
             "skip_nonfinite": skip_nonfinite,
             "fused": fused,
             "capturable": capturable,
+            "method": type(self).__name__,
         }
+        self._seen: dict[int, list[Any]] = {}  # what stood in each group at its last check
+        self._shapes: dict[Tensor, torch.Size] = {}  # of the parameters when they were given
         super().__init__(params, defaults)
 
     @abstractmethod
@@ -128,9 +151,10 @@ class StructuredOptimizer(Optimizer, ABC):
         """As in torch; besides, `penalty`, `grouping` and `solver` are checked against each other and each shape."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group["method"] = type(self).__name__  # and not that of another optimizer, whose group this may have been
+        self._shapes |= {p: p.shape for p in group["params"]}
         try:
             self._check_group(group)
-            self._check_fused(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -138,41 +162,78 @@ class StructuredOptimizer(Optimizer, ABC):
             self._options_to_device(group)
 
     def _check_group(self, group: Group) -> None:
-        check_number("lr", group["lr"], low=0)
+        index = len(self.param_groups) - 1
+        self._check_numbers(on_host({k: v for k, v in group.items() if k != "params"}))
         for whole in ("skip_nonfinite", "capturable"):
             if group[whole] != self.defaults[whole]:
                 raise ValueError(f"{whole} is for the whole step: give it to the optimizer, not to a group.")
-        for p, name in named(group, len(self.param_groups) - 1):
+        for p, name in named(group, index):
             if p.is_complex():
                 raise ValueError(f"{name} is complex; Espalier's optimizers take real parameters.")
+        if group["capturable"] and len({p.device for p in group["params"]}) > 1:
+            raise ValueError("capturable=True needs each parameter group on one device. Make one for each.")
+        if group["penalty"] is None and group["grouping"] is not None:
+            raise ValueError("a parameter group has a grouping but no penalty. Give it penalty=... too.")
+        self._check_sharding(group, index)
+        self._check_penalty(group, index)
+        self._check_fused(group, index)
+
+    def _check_numbers(self, group: Group) -> None:
+        """Raise if an option is no number that it can be. What lies on a GPU is not read."""
+        check_number("lr", group["lr"], low=0)
+
+    def _check_sharding(self, group: Group, index: int) -> None:
+        if group["penalty"] is not None or group["skip_nonfinite"]:
+            what = type(group["penalty"]).__name__ if group["penalty"] is not None else "skip_nonfinite"
+            for p, name in named(group, index):
+                refuse_dtensor(p, name, what)
+
+    def _check_penalty(self, group: Group, index: int) -> None:
         penalty = group["penalty"]
-        if group["capturable"]:
-            if len({p.device for p in group["params"]}) > 1:
-                raise ValueError("capturable=True needs each parameter group on one device. Make one for each.")
-            if isinstance(penalty, Penalty) and penalty.synchronises:
-                raise ValueError(f"capturable=True cannot serve {type(penalty).__name__}, which waits for the device.")
         if penalty is None:
-            if group["grouping"] is not None:
-                raise ValueError("a parameter group has a grouping but no penalty. Give it penalty=... too.")
             return
         if not isinstance(penalty, Penalty):
             raise TypeError(f"penalty must be an espalier.Penalty such as espalier.GroupLasso(1e-4), not {penalty!r}.")
+        if group["capturable"] and penalty.synchronises:
+            raise ValueError(f"capturable=True cannot serve {type(penalty).__name__}, which waits for the device.")
         group["grouping"] = grouping = as_grouping(group["grouping"] or penalty.default_grouping)
         penalty.check(grouping)
         self._solver(group)
-        for p, name in named(group, len(self.param_groups) - 1):
+        for p, name in named(group, index):
+            self._check_shape(grouping, p, name)
             try:
                 partition_of(grouping, p.shape)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
-    def _check_fused(self, group: Group) -> None:
+    def _check_shape(self, grouping: Grouping, p: Tensor, name: str) -> None:
+        if isinstance(grouping, Element):
+            return
+        refuse_flat(p, name)
+        if self._shapes.get(p) != p.shape:
+            before = f"when the optimizer was built, {tuple(self._shapes[p])}" if p in self._shapes else "of any layer"
+            raise flattened(name, f"has shape {tuple(p.shape)}, not that {before}")
+
+    def _check_fused(self, group: Group, index: int) -> None:
         if group["fused"] not in (None, True, False):
             raise ValueError(f"fused must be None, True or False, not {group['fused']!r}.")
         if group["fused"]:
-            for p, name in named(group, len(self.param_groups) - 1):
+            for p, name in named(group, index):
                 if missing := kernels.lacking(self, group, p):
                     raise ValueError(f"fused=True cannot serve {name}: {missing}. Use fused=None to fuse where it can.")
+
+    def _check_changes(self) -> None:
+        """What was set on a group since the last step raises as it would have in the constructor."""
+        for j, group in enumerate(self.param_groups):
+            now = [group.get(k) for k in _WATCHED]
+            if (seen := self._seen.get(j)) is not None and all(map(is_, now, seen)):
+                continue
+            self._check_numbers(rounded_up(group))
+            if seen is None or not all(map(is_, now[: len(OBJECTS)], seen)):
+                self._check_penalty(group, j)
+            if seen is not None and group["fused"] is not seen[len(OBJECTS)]:
+                self._check_fused(group, j)
+            self._seen[j] = [group.get(k) for k in _WATCHED]
 
     def _options_to_device(self, group: Group) -> None:
         """A captured graph reads these from the device, where they can change between its replays."""
@@ -181,11 +242,21 @@ class StructuredOptimizer(Optimizer, ABC):
             if not isinstance(group[k], Tensor) or group[k].device != home:
                 group[k] = torch.tensor(float(group[k]), dtype=torch.float64, device=home)
 
+    def _resumes(self, group: Group) -> bool:
+        """Whether the solver's iterations begin at the last z, not at the weights that lag behind it."""
+        return self.anchored and group["penalty"] is not None and self._solver(group).resumes
+
     def _solver(self, group: Group) -> Solver:
         return solvers.pick(group["solver"], group["penalty"], self.scalar_metric, self.preferred_solver)
 
     def _partition(self, group: Group, p: Tensor) -> Partition:
-        return partition_of(group["grouping"] if group["penalty"] else Element(), p.shape)
+        if not group["penalty"]:
+            return partition_of(Element(), p.shape)
+        if self._shapes.get(p) != p.shape or is_dtensor(p):  # what came over it after it was given
+            name = next(name for _, q, name in self._parameters() if q is p)
+            refuse_dtensor(p, name, type(group["penalty"]).__name__)
+            self._check_shape(group["grouping"], p, name)
+        return partition_of(group["grouping"], p.shape)
 
     # ------------------------------------------------------------------------------------------------ step
 
@@ -203,11 +274,14 @@ class StructuredOptimizer(Optimizer, ABC):
         """One step, for every parameter that has a gradient."""
         self._refuse_in_structured("step")
         self._check_capture()
+        self._check_changes()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         check_dense(self.param_groups)
+        if self._only_makes_state():
+            return loss
         self._begin_step()
         finite = all_finite(self._parameters()) if self.defaults["skip_nonfinite"] else True
         if finite is False:
@@ -219,11 +293,27 @@ class StructuredOptimizer(Optimizer, ABC):
             self._last = {p: z for p, z in self._last.items() if p.grad is None}
         return loss
 
-    def _step_group(self, group: Group, number: int, finite: Tensor | bool) -> None:
-        left = [p for p in group["params"] if p.grad is not None and p.numel()]
-        for p in left:
+    def _only_makes_state(self) -> bool:
+        """Whether this step is torch.distributed.checkpoint's first one, at lr = 0 and with gradients of zeros, whose
+        only purpose is that there be a state to load into. It does not count, and the next begins anew."""
+        if self._fresh:
+            self.state.clear()
+        self._fresh = not self.state and idle(self.param_groups)
+        if self._fresh:
+            for group in self.param_groups:
+                self._with_state(group)
+        return self._fresh
+
+    def _with_state(self, group: Group) -> list[Tensor]:
+        """The parameters that a step changes, each with its state."""
+        ready = [p for p in group["params"] if p.grad is not None and p.numel()]
+        for p in ready:
             if not self.state[p]:
                 self._new_state(group, p)
+        return ready
+
+    def _step_group(self, group: Group, number: int, finite: Tensor | bool) -> None:
+        left = self._with_state(group)
         if fused := self._kernels(group):
             left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
         for p in left:
@@ -303,8 +393,7 @@ class StructuredOptimizer(Optimizer, ABC):
             x["grad"] = grad
         groups = self._partition(group, p)
         penalty = group["penalty"]
-        if self.anchored and penalty is not None and self._solver(group).resumes:
-            # its iterations begin at the last z, not at the weights that lag behind it
+        if self._resumes(group):
             if "point" not in state:
                 state["point"] = x["weight"].clone()
             x["point"] = state["point"]
@@ -373,7 +462,7 @@ class StructuredOptimizer(Optimizer, ABC):
         self._away = away
         try:
             with torch.no_grad():
-                for j, group in enumerate(self.param_groups if self.anchored else ()):
+                for j, group in enumerate(self.param_groups if self.anchored and not self._fresh else ()):
                     names = {p: name for p, name in named(group, j) if self.state.get(p)}
                     away += [(p, p.clone(), None) for p in names]
                     left = list(names)
@@ -463,12 +552,15 @@ class StructuredOptimizer(Optimizer, ABC):
     def _new_state(self, group: Group, p: Tensor) -> None:
         fresh = {k: torch.zeros((), device=self._clock_device(p)) for k in self.clock}
         fresh |= {k: p if k == "anchor" else torch.zeros_like(p) for k in self._buffers(group)}
+        if self._resumes(group):
+            fresh["point"] = p
         self.state[p] = self._own_state(group, p, fresh)
 
     def _own_state(self, group: Group, p: Tensor, source: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy of `source` in the types and on the devices that the parameter's state has."""
         dtype = torch.promote_types(p.dtype, torch.float32)  # float32 for parameters in half precision
-        state = {k: source[k].to(self._clock_device(p), torch.float64, copy=True) for k in self.clock}
+        home = self._clock_device(p)
+        state = {k: torch.as_tensor(source[k]).to(home, torch.float64, copy=True) for k in self.clock}
         state |= {k: torch.empty_like(p, dtype=dtype).copy_(source[k]) for k in self._buffers(group)}
         if dtype != p.dtype:
             state["master"] = torch.empty_like(p, dtype=dtype).copy_(source.get("master", p))
@@ -495,15 +587,27 @@ class StructuredOptimizer(Optimizer, ABC):
     def _read_clock(self, state: dict[str, Tensor]) -> Clock:
         return {k: state[k].item() if state[k].device.type == "cpu" else state[k] for k in self.clock}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        known = self.__dict__.get("_shapes", {})
+        self._seen, self._shapes = {}, {p: known.get(p, p.shape) for _, p, _ in self._parameters()}
+
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only; penalty and grouping stand as text."""
+        """Tensors and plain values only; penalty, grouping and solver stand as text."""
         if self._own is not self:
             return self._own.state_dict()
-        saved = super().state_dict()
+        # hooks come last, and see what is returned
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            saved = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
         self._add_points(saved)
         for group in saved["param_groups"]:
-            group.update(as_text(group), method=type(self).__name__)
-            group.pop("solver", None)
+            group.update(as_text(group))
+        for hook in hooks.values():
+            changed = hook(self, saved)
+            saved = saved if changed is None else changed
         return saved
 
     @_disable_dynamo
@@ -525,13 +629,12 @@ class StructuredOptimizer(Optimizer, ABC):
         state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
         points: dict[str, dict[Tensor, Tensor]] = {"last": {}, "weight": {}}
         for saved, here in zip(saved_groups, self.param_groups, strict=True):
-            del saved["method"]
             for k in DEVICE_OPTIONS & saved.keys():
                 if here["capturable"] and isinstance(here[k], Tensor):
                     saved[k] = here[k].fill_(float(saved[k]))  # in place, for a captured graph reads it
                 elif isinstance(saved[k], Tensor) and not isinstance(here[k], Tensor):
                     saved[k] = saved[k].item()
-            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, *OWN, "params")}})
+            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, *OWN) if k in here}})
             for key, p in zip(saved["params"], here["params"], strict=True):
                 if key in state_dict["state"]:
                     state[p] = self._own_state(groups[-1], p, state_dict["state"][key])
@@ -542,6 +645,7 @@ class StructuredOptimizer(Optimizer, ABC):
                         for k, v in state[p].items():  # in place, likewise
                             old[k].copy_(v)
                         state[p] = old
+        self._fresh = False
         self.__setstate__({"state": state, "param_groups": groups})
         self._take_points(points)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = dict[str, Any]
 
-# In a checkpoint these stand as text, to be compared; the objects are those of the optimizer that loads it.
-OBJECTS = ("penalty", "grouping")
+# In a checkpoint these stand as text; the objects are those of the optimizer that loads it.
+OBJECTS = ("penalty", "grouping", "solver")
+# Of these, what must be the same there and here.
+_COMPARED = ("penalty", "grouping")
+# Modules that wrappers put around a model, and so into the names of its parameters.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def named(group: Group, index: int) -> Iterator[tuple[Tensor, str]]:
@@ -23,8 +27,34 @@ def named(group: Group, index: int) -> Iterator[tuple[Tensor, str]]:
 
 
 def as_text(group: Group) -> dict[str, str | None]:
-    """Penalty and grouping as a checkpoint holds them."""
-    return {k: None if group[k] is None else repr(group[k]) for k in OBJECTS}
+    """Penalty, grouping and solver as a checkpoint holds them."""
+    return {k: v if v is None or isinstance(v, str) else repr(v) for k in OBJECTS for v in (group[k],)}
+
+
+def order_by_name(saved: Group, here: Group, index: int) -> None:
+    """Put a saved group's parameters into the order of the names here. Without names on both sides order counts."""
+    theirs, ours = saved.get("param_names"), here.get("param_names")
+    if not theirs or not ours:
+        return
+    # without what wrappers add, where names stay apart without it
+    plain = [[_unwrapped(name) for name in names] for names in (theirs, ours)]
+    if all(len(set(names)) == len(names) for names in plain):
+        theirs, ours = plain
+    if sorted(theirs) != sorted(ours):
+        odd = sorted(set(theirs) ^ set(ours))
+        raise ValueError(
+            f"the parameters of group {index} were saved under other names; on one side only: {', '.join(odd[:5])}"
+            f"{', …' if len(odd) > 5 else ''}. Build the optimizer with the names that were saved, or delete "
+            "'param_names' from the checkpoint's groups to match parameters by their order."
+        )
+    # torch.distributed.checkpoint has names in place of numbers, and has matched by them already
+    if theirs != ours and all(isinstance(key, int) for key in saved["params"]):
+        keys = dict(zip(theirs, saved["params"], strict=True))
+        saved["params"] = [keys[name] for name in ours]
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def check_fits(optimizer: StructuredOptimizer, groups: list[Group], state: dict[Any, Any]) -> None:
@@ -43,11 +73,12 @@ def check_fits(optimizer: StructuredOptimizer, groups: list[Group], state: dict[
                 "Load it into the optimizer that wrote it."
             )
         for k, expected in as_text(here).items():
-            if saved.get(k) != expected:
+            if k in _COMPARED and saved.get(k) != expected:
                 raise ValueError(
                     f"group {j} was saved with {k} {saved.get(k)} and has {expected} here. Build the optimizer "
                     f"with the saved {k}; to go on with another, change group['{k}'] after loading."
                 )
+        order_by_name(saved, here, j)
         buffers = optimizer._buffers({**here, **saved})
         for key, (p, name) in zip(saved["params"], named(here, j), strict=True):
             if key not in state:
@@ -59,8 +90,9 @@ def check_fits(optimizer: StructuredOptimizer, groups: list[Group], state: dict[
                         f"the checkpoint has no {k!r} for {name}: it is not of {method}. "
                         "Load it into the optimizer that wrote it."
                     )
-                if tuple(state[key][k].shape) != shape:
+                found = tuple(getattr(state[key][k], "shape", ()))  # a clock may be a plain number
+                if found != shape:
                     raise ValueError(
-                        f"the checkpoint's {k!r} for {name} has shape {tuple(state[key][k].shape)}, expected {shape}. "
+                        f"the checkpoint's {k!r} for {name} has shape {found}, expected {shape}. "
                         "Load it into the model that was saved."
                     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.checks import check_number
+from espalier.optim.arithmetic import rate
 from espalier.optim.base import Clock, Group, StructuredOptimizer
 from espalier.subproblem import Scalar, as_tensor
 
@@ -32,10 +33,10 @@ class DualAveraging(StructuredOptimizer):
             param_group.setdefault("steps", float(steps) if isinstance(steps, Tensor) else steps)
         super().add_param_group(param_group)
 
-    def _check_group(self, group: Group) -> None:
+    def _check_numbers(self, group: Group) -> None:
         check_number("momentum", group["momentum"], low=0, high=1)
         check_total_steps(group["total_steps"])
-        super()._check_group(group)
+        super()._check_numbers(group)
 
     def _begin_step(self) -> None:
         for group in self.param_groups:
@@ -47,7 +48,7 @@ class DualAveraging(StructuredOptimizer):
 
     def _tick(self, clock: Clock, group: Group) -> Clock:
         t = clock["step"] + 1
-        s = group["lr"] * t**0.5  # s_t = η √t
+        s = rate(group) * t**0.5  # s_t = η √t
         return {"step": t, "alpha": clock["alpha"] + s, "s": s}  # α_t = α_{t−1} + s_t
 
     def _averaging(self, clock: Clock, group: Group) -> Scalar:

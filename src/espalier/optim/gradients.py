@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier.checks import refuse_dtensor
 from espalier.optim.checkpoint import named
 
 
@@ -22,9 +23,22 @@ def check_dense(groups: list[dict[str, Any]]) -> None:
             )
 
 
+def idle(groups: list[dict[str, Any]]) -> bool:
+    """Whether lr is 0 everywhere and every gradient is zero, and there is one. An lr on a GPU is not read."""
+    rates = [group["lr"] for group in groups]
+    if any(r != 0 if not isinstance(r, Tensor) else r.device.type != "cpu" or bool(r != 0) for r in rates):
+        return False
+    grads = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
+    return bool(grads) and not any(bool(g.any()) for g in grads)
+
+
 def all_finite(parameters: Iterable[tuple[Any, Tensor, str]]) -> Tensor | bool:
     """Whether every gradient is; a tensor where the answer is on a device."""
-    flags = [p.grad.isfinite().all() for _, p, _ in parameters if p.grad is not None]
+    flags = []
+    for _, p, name in parameters:
+        if p.grad is not None:
+            refuse_dtensor(p.grad, name, "skip_nonfinite")
+            flags.append(p.grad.isfinite().all())
     if all(f.device.type == "cpu" for f in flags):
         return all(bool(f) for f in flags)
     home = next(f.device for f in flags if f.device.type != "cpu")

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
-from espalier.optim.arithmetic import add_square
+from espalier.optim.arithmetic import add_square, rate
 from espalier.optim.base import (
     Clock,
     Group,
@@ -70,14 +70,14 @@ class ProxGen(StructuredOptimizer):
             },
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_numbers(self, group: Group) -> None:
         if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
             raise ValueError(f"betas must be two numbers, not {group['betas']!r}.")
         for i, beta in enumerate(group["betas"], start=1):
             check_number(f"betas: β{i}", beta, low=0, high=1)
         check_number("eps", group["eps"], low=0, open_low=True)
         check_number("weight_decay", group["weight_decay"], low=0)
-        super()._check_group(group)
+        super()._check_numbers(group)
 
     def _buffers(self, group: Group) -> tuple[str, ...]:
         buffers = ("grad_average", "square_average")
@@ -96,7 +96,7 @@ class ProxGen(StructuredOptimizer):
 
     def _pose(self, x: Tensors, clock: Clock, group: Group) -> Subproblem:
         beta1, beta2 = group["betas"]
-        t, lr, decay = clock["step"], group["lr"], group["weight_decay"]
+        t, lr, decay = clock["step"], rate(group), group["weight_decay"]
         v = x["square_max"] if group["amsgrad"] else x["square_average"]
         # <m̂, x> + <x − a, (√v̂ + eps)(x − a)>/2η + ψ, times η: the same solution, and η = 0 is an ordinary case
         return Subproblem(

@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch.optim.optimizer import ParamsT
 
 from espalier.checks import check_number
+from espalier.optim.arithmetic import rate
 from espalier.optim.base import Clock, Group, StructuredOptimizer, Tensors
 from espalier.solvers import Solver
 from espalier.subproblem import Subproblem
@@ -53,9 +54,9 @@ class ProxSGD(StructuredOptimizer):
             options={"momentum": momentum},
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_numbers(self, group: Group) -> None:
         check_number("momentum", group["momentum"], low=0, high=1)
-        super()._check_group(group)
+        super()._check_numbers(group)
 
     def _buffers(self, group: Group) -> tuple[str, ...]:
         return ("grad_average",)
@@ -69,7 +70,7 @@ class ProxSGD(StructuredOptimizer):
 
     def _pose(self, x: Tensors, clock: Clock, group: Group) -> Subproblem:
         # <m, x> + ‖x − w‖²/2η + ψ, times η: the same solution, and η = 0 is an ordinary case
-        lr = group["lr"]
+        lr = rate(group)
         return Subproblem(
             anchor=x["weight"], direction=x["grad_average"], pull=lr, metric=1.0, tau=lr, t=clock["step"], scale=lr
         )

@@ -62,9 +62,9 @@ class RAMDA(DualAveraging):
             options={"momentum": momentum, **ramp_options(total_steps), "eps": eps},
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_numbers(self, group: Group) -> None:
         check_number("eps", group["eps"], low=0, open_low=True)
-        super()._check_group(group)
+        super()._check_numbers(group)
 
     def _buffers(self, group: Group) -> tuple[str, ...]:
         return ("anchor", "grad_sum", "square_sum")
