@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +219,43 @@ def test_a_captured_step_replays_through_stages(case: OptimizerCase, dtype: torc
         graph.replay() if captured else optimizer.step()
         results.append([x.clone() for p in ps for x in (p.detach(), *optimizer.state[p].values())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("build", "lr"), [(espalier.RAMDA, 0.1), (espalier.RMDA, 1.0)])
+def test_a_captured_step_replays_to_the_end_of_a_run_of_known_length(build: Any, lr: float) -> None:
+    """c grows to 1 between the replays of one graph, and a restart between two of them leaves the last z."""
+    results = []
+    for captured in (False, True):
+        ps = parameters("cuda", torch.float32)
+        for p in ps:
+            p.grad = torch.zeros_like(p)
+        groups = [{"params": ps[:2], "penalty": espalier.GroupLasso(3e-1)}, {"params": ps[2:]}]
+        optimizer = build(groups, lr=lr, total_steps=40, capturable=True)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
+        generator = torch.Generator("cuda").manual_seed(1)
+        graph = torch.cuda.CUDAGraph()
+        for step in range(40):
+            for p in ps:
+                p.grad.copy_(torch.randn(p.shape, generator=generator, device="cuda"))
+            if step == 2 and captured:
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            graph.replay() if captured and step >= 2 else optimizer.step()
+            schedule.step()
+            if step in (20, 21):
+                with optimizer.structured():
+                    z = [p.detach().clone() for p in ps]
+                if step == 20:
+                    optimizer.restart()
+                with optimizer.structured():
+                    assert all(torch.equal(p, before) for p, before in zip(ps, z, strict=True))
+        results.append([p.detach().clone() for p in ps])
+        with optimizer.structured():
+            for p, w in zip(ps, results[-1], strict=True):
+                assert torch.equal(p == 0, w == 0)
+                torch.testing.assert_close(p.detach(), w, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert any((w == 0).any() for w in results[0])
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

@@ -470,8 +470,9 @@ class StructuredOptimizer(Optimizer, ABC):
                         left = fused.deliver(group, left)
                     for p in left:
                         p.copy_(self._structured_point(group, p, self.state[p], names[p]))
-                for p, z in self._last_points().items():
-                    p.copy_(z)
+                for p, z in (self._last or {}).items():
+                    # by the clock: the replay of a captured step runs nothing here. Without waiting for a device
+                    p.copy_(torch.where(self.state[p]["step"].to(p.device) == 0, z, p))
         except BaseException:
             self._put_weights()
             raise
@@ -486,7 +487,6 @@ class StructuredOptimizer(Optimizer, ABC):
 
     def _last_points(self) -> dict[Tensor, Tensor]:
         """z before the last restart, of the parameters that have made no step since then."""
-        # by the clock: the replay of a captured step runs nothing here
         self._last = {p: z for p, z in self._last.items() if self.state[p]["step"] == 0} if self._last else {}
         return self._last
 
