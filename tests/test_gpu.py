@@ -229,7 +229,7 @@ def test_a_captured_step_replays_to_the_end_of_a_run_of_known_length(build: Any,
         ps = parameters("cuda", torch.float32)
         for p in ps:
             p.grad = torch.zeros_like(p)
-        groups = [{"params": ps[:2], "penalty": espalier.GroupLasso(3e-1)}, {"params": ps[2:]}]
+        groups = [{"params": ps[:2], "penalty": espalier.SparseGroupLasso(1e-1)}, {"params": ps[2:]}]
         optimizer = build(groups, lr=lr, total_steps=40, capturable=True)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
         generator = torch.Generator("cuda").manual_seed(1)
