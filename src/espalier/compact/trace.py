@@ -9,14 +9,14 @@ are the same number for every input of the model; the number is in the tensor it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.weak import WeakIdKeyDictionary
 
 from espalier.compact.attributes import Recorder, Use, held_by
@@ -90,6 +90,7 @@ class Tracer(TorchFunctionMode):
             self._owners.setdefault(self._names[id(x)], set()).add(name.rpartition(".")[0])
         self._stack: list[str] = []
         self.noting = False  # whether an operation is being noted, with all that it calls
+        self._unseen = _Unseen(self)
         self.slotted: set[str] = set()  # parameters that an operation gave channels to
 
     # ------------------------------------------------------------------------------------------------ running
@@ -112,7 +113,7 @@ class Tracer(TorchFunctionMode):
             if self._follow:
                 stack.enter_context(Recorder(self.trace.uses).following(self.model))
             stack.enter_context(self)
-            stack.enter_context(_Unseen(self))
+            stack.enter_context(self._unseen)
             stack.enter_context(torch.no_grad())
             out = self.model(*args, **kwargs)
         for x in tensors_in(out):
@@ -139,8 +140,11 @@ class Tracer(TorchFunctionMode):
         if self.noting:
             return func(*args, **(kwargs or {}))
         self.noting = True
+        # in operations that are noted, and in the rules, there is nothing more to see
+        seeing = _get_current_dispatch_mode() is self._unseen
         try:
-            return rules.apply(self, func, args, kwargs or {})
+            with _pop_mode_temporarily() if seeing else nullcontext():
+                return rules.apply(self, func, args, kwargs or {})
         finally:
             self.noting = False
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from espalier.compact.attributes import followed
@@ -60,15 +62,16 @@ def apply(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     name, _, overload = name.partition(".")
     out = func(*args, **kwargs)
     noted = False
-    if name in _LOOKS:
+    given = [] if name in _LOOKS else list(tensors_in([args, kwargs]))
+    if not given:
         pass
     elif overload and name.rstrip("_") not in _POINTWISE:  # called past torch's functions, with other arguments
-        _leave(tracer, args, kwargs, f"{name}, in code that goes past torch's functions,")
-    elif any(map(is_functorch_wrapped_tensor, tensors_in([args, kwargs]))):
-        _leave(tracer, args, kwargs, f"{name}, under vmap or another transform of torch.func,")
+        _leave(tracer, given, f"{name}, in code that goes past torch's functions,")
+    elif any(map(is_functorch_wrapped_tensor, given)):
+        _leave(tracer, given, f"{name}, under vmap or another transform of torch.func,")
     else:
         known = name if name in RULES else name.rstrip("_")
-        noted = _note(tracer, known, args, kwargs, out)
+        noted = _note(tracer, known, args, kwargs, given, out)
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             tracer.written(args[0] if args else out, known in RULES)
     # what an attribute holds must stay, unless a rule saw that it is a number of channels
@@ -77,9 +80,11 @@ def apply(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return out
 
 
-def _note(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+def _note(
+    tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], out: Any
+) -> bool:
     """Whether the rule has seen to the sizes that are given."""
-    given = [x for x in tensors_in([args, kwargs]) if tracer.tracked(x) or tracer.name(x)]
+    given = [x for x in tensors if tracer.tracked(x) or tracer.name(x)]
     if not given:
         return False
     rule, understood = RULES.get(name), False
@@ -107,12 +112,13 @@ def _note(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return understood and rule in (reshape, move)
 
 
-def _leave(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> None:
+def _leave(tracer: Tracer, given: Sequence[Tensor], what: str) -> None:
     """All that an operation is given keeps its channels."""
-    for x in tensors_in([args, kwargs]):
+    for x in given:
         while is_functorch_wrapped_tensor(x):
             x = get_unwrapped(x)
         tracer.pin([x], f"{what} is not understood, and keeps all channels")
+        tracer.written(x, understood=False)  # perhaps
         if known := tracer.name(x):
             tracer.refuse(known, f"read by {what} which is not understood: it keeps its size")
 
