@@ -379,7 +379,7 @@ def test_the_manifest_says_what_the_model_is(tmp_path: Path) -> None:
     save(model, tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["model"] == "Sequential"
-    assert (manifest["format"], manifest["version"]) == ("espalier", 1)
+    assert (manifest["format"], manifest["version"]) == ("espalier", 2)
     modules = manifest["modules"]
     assert (modules["2"]["kind"], modules["2"]["spec"]) == ("gather", {"dim": -1, "entries": 300})
     assert (modules["2.layer"]["kind"], modules["2.layer"]["spec"]) == ("low_rank", {"rank": 2})
@@ -581,7 +581,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "binary JSON": (lambda p: overwrite(p, M, lambda b: b"\xff\xfe" + b), f"{M}: not valid JSON"),
     "other JSON": (lambda p: overwrite(p, M, lambda b: b"[]"), f"{M}: not a manifest of Espalier"),
     "other format": (lambda p: edit(p, format="x"), f"{M}: not a manifest of Espalier"),
-    "newer": (lambda p: edit(p, version=2, espalier="9.0"), "format version 2, .* Load it with Espalier 9.0"),
+    "newer": (lambda p: edit(p, version=3, espalier="9.0"), "format version 3, .* Load it with Espalier 9.0"),
     "no hash": (lambda p: edit(p, sha256=None), "'sha256' is missing"),
     "no tensors": (lambda p: edit(p, tensors=[]), "'tensors' is missing or not a dict"),
     "bad entry": (lambda p: edit_in(p, "tensors", "0.bias", {"shape": 3}), "entry of 'tensors' is not complete"),
@@ -602,7 +602,20 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cycle": (lambda p: edit_in(p, "modules", "1", {"same": ""}), "build made a module '1.0'"),
     "parameter": (lambda p: edit_in(p, "modules", "3", {"attributes": {"bias": 3}}), "'bias' of module '3'"),
     "method": (lambda p: edit_in(p, "modules", "0", {"attributes": {"forward": 3}}), "'forward' of module '0'"),
-    "private": (lambda p: edit_in(p, "modules", "0", {"attributes": {"_x": 3}}), "'_x' of module '0'"),
+    "private": (lambda p: edit_in(p, "modules", "0", {"attributes": {"_buffers": 3}}), "'_buffers' of module '0'"),
+    "kind of another type": (lambda p: edit_in(p, "modules", "2", {"kind": []}), "entry of 'modules' is not complete"),
+    "kind of a dict": (lambda p: edit_in(p, "modules", "2", {"kind": {}}), "entry of 'modules' is not complete"),
+    "changed of another type": (lambda p: edit_in(p, "modules", "2", {"changed": 3}), "entry of 'modules' is not comp"),
+    "changed in no object": (
+        lambda p: edit_in(p, "modules", "2", {"changed": {"a.b": 3}}),
+        "'a.b' of module '2' is no",
+    ),
+    "changed in ours": (
+        lambda p: edit_in(p, "modules", "2", {"changed": {"_forward_hooks.b": 3}}),
+        "'_forward_hooks.b' of module '2' is no",
+    ),
+    "probe": (lambda p: edit(p, probe={"inputs": 3}), "'probe' is not complete"),
+    "probe of another type": (lambda p: edit(p, probe=[]), "'probe' is not complete"),
     "text": (lambda p: edit_in(p, "modules", "0", {"attributes": {"groups": "1"}}), "cannot become '1'"),
     "tie": (lambda p: edit_in(p, "tensors", "zzz", {"same": "0.bias"}), "'zzz' is unexpected"),
     "tie to nothing": (lambda p: edit_in(p, "tensors", "0.weight", {"same": "zzz"}), "'0.weight' is unexpected"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from espalier.compact.layout import channels_last, to_channels_last
 from espalier.compact.manifest import (
     MANIFEST,
+    PROBE,
     SAME_CODE,
     SAVE_AGAIN,
     TENSORS,
@@ -21,28 +22,37 @@ from espalier.compact.manifest import (
     digest,
     integers,
     own_modules,
+    place_of,
     read,
     tensor_slots,
 )
+from espalier.compact.probe import NoProbe, Probe, compare, made, record
+
+_OWN = vars(nn.Module()).keys()
+
+
+def _read_file(file: Path, length: int, sha256: str) -> dict[str, Tensor]:
+    """The tensors of a file of this length and digest."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist, though the manifest beside it does. {SAVE_AGAIN}")
+    if (size := file.stat().st_size) != length:
+        kind = "truncated" if size < length else "changed"
+        bad(file, f"{kind}: {size} bytes where the manifest says {length}", SAVE_AGAIN)
+    if (found := digest(file)) != sha256:
+        bad(file, f"changed since it was saved: its SHA-256 is {found}", SAVE_AGAIN)
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file}: not valid safetensors ({error}). {SAVE_AGAIN}") from error
 
 
 def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     """The tensors of a directory, as its manifest says they are."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     file = path / TENSORS
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist, though the manifest beside it does. {SAVE_AGAIN}")
-    if (size := file.stat().st_size) != manifest.bytes:
-        kind = "truncated" if size < manifest.bytes else "changed"
-        bad(file, f"{kind}: {size} bytes where the manifest says {manifest.bytes}", SAVE_AGAIN)
-    if (found := digest(file)) != manifest.sha256:
-        bad(file, f"changed since it was saved: its SHA-256 is {found}", SAVE_AGAIN)
-    try:
-        loaded = load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file}: not valid safetensors ({error}). {SAVE_AGAIN}") from error
+    loaded = _read_file(file, manifest.bytes, manifest.sha256)
     expected = {n: e for n, e in manifest.tensors.items() if "same" not in e}
     if differing := sorted(expected.keys() ^ loaded.keys()):
         where = "missing" if differing[0] in expected else "unexpected"
@@ -111,10 +121,43 @@ def _restore_attributes(model: nn.Module, modules: dict[str, dict[str, Any]], fi
             new = tuple(value) if isinstance(value, list) else value
             old = vars(module).get(key, getattr(type(module), key, None))
             taken = key in module._parameters or key in module._buffers or key in module._modules
-            if taken or key[:1] in ("_", "") or not integers(new) or not (old is None or integers(old)):
+            if old is None and key[:1] == "_" and key not in _OWN and integers(new):
+                continue  # what a run has left
+            if taken or not key or key in _OWN or not integers(new) or not (old is None or integers(old)):
                 bad(file, f"attribute {key!r} of module {name!r} is {old!r} and cannot become {new!r}", SAME_CODE)
             if old != new:
                 setattr(module, key, new)
+
+
+def _restore_changed(model: nn.Module, modules: dict[str, dict[str, Any]], file: Path) -> None:
+    """Integers in objects that modules hold, such as config.num_heads."""
+    for name, entry in modules.items():
+        for path, new in entry.get("changed", {}).items():
+            place = place_of(model, name, path)
+            if place is None or type(new) is not int:
+                bad(file, f"{path!r} of module {name!r} is no integer that can become {new!r}", SAME_CODE)
+            where, key = place
+            where[key] = new
+
+
+def _check_probe(model: nn.Module, path: Path, entry: dict[str, Any], file: Path) -> None:
+    """Raise if the model computes something else than the saved one did."""
+    tensors = _read_file(path / PROBE, entry["bytes"], entry["sha256"])
+    names = [f"output.{i}" for i in range(len(entry["outputs"]))]
+    if missing := [name for name in names if name not in tensors]:
+        bad(path / PROBE, f"tensor {missing[0]!r} is missing", SAVE_AGAIN)
+    try:
+        given = made(entry["inputs"], tensors)
+    except (ValueError, NoProbe) as error:
+        raise ValueError(f"{file}: the probe's inputs cannot be made: {error}. {SAVE_AGAIN}") from error
+    places = [place for place, _ in entry["outputs"]]
+    outputs = {place: tensors[name].double() for place, name in zip(places, names, strict=True)}
+    wanted = Probe(outputs, dict(entry["outputs"]), entry["dtype"])
+    if why := compare(model, given, wanted):
+        raise ValueError(
+            f"{path}: the loaded model does not compute what the saved one did: {why}. {SAME_CODE} "
+            "load(path, build, probe=False) loads it without this check."
+        )
 
 
 def _restore_tensors(model: nn.Module, manifest: Manifest, values: dict[str, Tensor], file: Path) -> None:
@@ -151,11 +194,19 @@ def _restore_tensors(model: nn.Module, manifest: Manifest, values: dict[str, Ten
         setattr(module, leaf, value)
 
 
-def load(path: str | os.PathLike[str], build: Callable[[], nn.Module] | nn.Module) -> nn.Module:
-    """The model that `save` wrote, on the CPU and in eval mode.
+def load(path: str | os.PathLike[str], build: Callable[[], nn.Module] | nn.Module, *, probe: bool = True) -> nn.Module:
+    """The model that `save` wrote, on the CPU and in eval mode. Nothing in the files is executed.
 
-    `build` makes the model from its original code, at its full size: a class or function without arguments, or such a
-    model, of which a copy is taken. Nothing in the files is executed.
+    Args:
+        path: the directory that `save` wrote.
+        build: makes the model from its original code, at its full size: a class or function without arguments, or such
+            a model, of which a copy is taken.
+        probe: run a copy of the model on the inputs that were stored with it, in float64 where it runs in it, and raise
+            if its outputs are not those that were stored. A copy in float64 needs twice the memory of the model.
+
+    Raises:
+        ValueError: the files are damaged, are not of this code, or the model computes something else than the saved one
+            did.
     """
     path = Path(path)
     manifest = read(path)
@@ -163,8 +214,17 @@ def load(path: str | os.PathLike[str], build: Callable[[], nn.Module] | nn.Modul
     model = copy.deepcopy(build) if isinstance(build, nn.Module) else build()
     if not isinstance(model, nn.Module):
         raise TypeError(f"build must make a torch.nn.Module, and made a {type(model).__name__}.")
+    changed = [(name, path) for name, entry in manifest.modules.items() for path in entry.get("changed", {})]
+    if changed:
+        model = copy.deepcopy(model)  # an object such as a configuration may be the caller's
     file = path / MANIFEST
     model = _restore_modules(model, manifest.modules, file)
     _restore_attributes(model, manifest.modules, file)
+    _restore_changed(model, manifest.modules, file)
     _restore_tensors(model, manifest, values, file)
+    entry = manifest.probe or {}
+    if probe and "inputs" in entry:
+        _check_probe(model, path, entry, file)
+    if entry:
+        record(model, entry.get("spec"), entry.get("left_out", "its inputs were given to save"), changed)
     return model.eval()

@@ -19,6 +19,7 @@ from espalier.compact.examples import Call, Inputs, as_given, cloned, random_lik
 from espalier.compact.nothing import nothing_left
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Care, Plan, plan, shared_folds, tell_zeros
+from espalier.compact.probe import found_for, record
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
@@ -158,6 +159,7 @@ def _shrunk(
         warnings.warn(line, StructureWarning, stacklevel=3)
     report = replace(report, warnings=lines)
     _restore(made.small, modes)
+    record(made.small, *found_for(original, inputs), made.kept.attributes)
     if inplace:
         model.__dict__.update({k: v for k, v in made.small.__dict__.items() if k != "training"})
     return Shrunk(model if inplace else made.small, report, made.kept, dense)

@@ -30,8 +30,8 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
     tensors = _tensors(inputs)
     if not tensors:
         return []
-    batch = [(i, 0) for i, x in enumerate(tensors) if len(x) == len(tensors[0])]
-    one, three = ({at: n for at in batch if n != len(tensors[0])} for n in (1, 3))
+    batch = [*sizes_of_batch(inputs, 0)]
+    one, three = (sizes_of_batch(inputs, n) if n != len(tensors[0]) else {} for n in (1, 3))
     one = one if one and taken(one) else {}
     more, less = list[Sizes](), list[Sizes]()
     for size, dims in _alike(tensors, batch):
@@ -50,6 +50,12 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
         elif steps:
             found += [x for x in (first, *(one | step for step in steps)) if x and taken(x)]
     return [given for sizes in found if taken.here(given := OtherSizes(resized(inputs, sizes)))]
+
+
+def sizes_of_batch(inputs: Call, n: int) -> Sizes:
+    """Those of a batch of n: the first dimension of the first tensor, and of others that are as long."""
+    tensors = _tensors(inputs)
+    return {(i, 0): n for i, x in enumerate(tensors) if len(x) == len(tensors[0])}
 
 
 def resized(inputs: Call, sizes: Sizes) -> Call:

@@ -127,14 +127,14 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _precision(dtypes: set[torch.dtype]) -> tuple[torch.dtype, float]:
+def precision(dtypes: set[torch.dtype]) -> tuple[torch.dtype, float]:
     """The coarsest of the types, and what it allows."""
     real = {d.to_real() if d.is_complex else d for d in dtypes}
     dtype = max(real, key=lambda d: ALLOWED.get(d, 2e-2))
     return dtype, ALLOWED.get(dtype, 2e-2)
 
 
-def _error(a: Tensor, b: Tensor) -> tuple[float, float, str]:
+def error_of(a: Tensor, b: Tensor) -> tuple[float, float, str]:
     """max |a − b| / max |a|, max |a|, and why the first is infinite where it is."""
     if a.shape != b.shape:
         return math.inf, 0.0, f"of shape {tuple(b.shape)}, not {tuple(a.shape)}"
@@ -153,7 +153,7 @@ def _error(a: Tensor, b: Tensor) -> tuple[float, float, str]:
     return largest / scale, scale, ""
 
 
-def _dense_run(dense: nn.Module, args: tuple[Any, ...]) -> tuple[Run, set[torch.dtype]]:
+def dense_run(dense: nn.Module, args: tuple[Any, ...]) -> tuple[Run, set[torch.dtype]]:
     """What the dense model does, and which types it rounds to."""
     with _Narrowed() as narrowed:
         found = run(dense, args)
@@ -172,13 +172,13 @@ def _compare(
     for name in dict.fromkeys((*a, *b)):
         both = [x[name] for x in (a, b) if name in x]
         exact = not any(map(_inexact, both))
-        dtype, allowed = (both[0].dtype, _DECIDED) if exact else _precision(held | {x.dtype for x in both})
+        dtype, allowed = (both[0].dtype, _DECIDED) if exact else precision(held | {x.dtype for x in both})
         if len(both) < 2:
             error, scale, reason = math.inf, 0.0, f"only the {'dense' if name in a else 'shrunk'} model has it"
         elif both[0].dtype != both[1].dtype:
             error, scale, reason = math.inf, 0.0, f"of {_short(both[1].dtype)}, not {_short(both[0].dtype)}"
         else:
-            error, scale, reason = _share(both[0], both[1], held) if exact else _error(*both)
+            error, scale, reason = _share(both[0], both[1], held) if exact else error_of(*both)
         if not exact or error > allowed:
             found.append(Comparison(name + suffix, index, dtype, error, scale, allowed, reason))
     return found
@@ -194,7 +194,7 @@ def _share(a: Tensor, b: Tensor, held: set[torch.dtype]) -> tuple[float, float, 
     return share, 0.0, f"{share:.0%} of its entries differ"
 
 
-def _double(x: Any) -> Any:
+def doubled(x: Any) -> Any:
     kinds = {True: torch.complex128, False: torch.float64}
     return mapped(x, lambda t: t.detach().to(kinds[t.is_complex()]) if _inexact(t) else t)
 
@@ -228,14 +228,14 @@ def difference(
         own: list[Comparison] = []
         a: Run | None = None
         if not (sized and coarse and wide):
-            a, held = _dense_run(dense, args)
+            a, held = dense_run(dense, args)
             b = run(small, args)
             own = _both(a, b, i, held)
             left[i] = a.left, b.left, held
         if wide and (coarse or not sized or not all(c.ok for c in own)):
             try:
-                truth, rounded = _dense_run(wide[0], _double(args))
-                exact = _both(truth, run(wide[1], _double(args)), i, rounded)
+                truth, rounded = dense_run(wide[0], doubled(args))
+                exact = _both(truth, run(wide[1], doubled(args)), i, rounded)
             except Exception as e:
                 skipped = f"{type(e).__name__}: {e}"
             else:
@@ -265,7 +265,7 @@ def _with_rounding(c: Comparison, a: dict[str, Tensor], truth: dict[str, Tensor]
     """The comparison with room for the error that the dense model itself makes."""
     if c.output not in a or c.output not in truth:
         return c
-    rounding = _error(truth[c.output], a[c.output])[0]
+    rounding = error_of(truth[c.output], a[c.output])[0]
     if not math.isfinite(rounding):
         return c
     return Comparison(c.output, c.inputs, c.dtype, c.error, c.scale, max(c.allowed, 4 * rounding), c.reason)
