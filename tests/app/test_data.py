@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import shutil
+import struct
 import sys
+import tracemalloc
 import types
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from torch import Tensor
 from espalier.app.data import SETS, Data, Order, describe, open_data
 from espalier.app.data.base import split
 from espalier.app.data.folder import centre_crop, resized_crop
+from espalier.app.data.idx import read_idx
 from espalier.app.data.images import PAD, ImageTensors, Scale, crop_and_flip
 from espalier.app.data.mel import SYMBOLS, to_symbols
 from espalier.app.data.text import Stream
@@ -338,6 +343,65 @@ def test_an_unreadable_image_is_named_in_one_line(workers: int, root: Path, tmp_
     assert "\n" not in str(caught.value)
 
 
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n"
+
+
+PIXELS = struct.pack(">I", 10) + b"IDAT" + bytes(14)
+
+
+def bomb() -> bytes:
+    """A PNG that says it has 4·10⁸ pixels."""
+    head = struct.pack(">II5B", 20_000, 20_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + head
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + PIXELS
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "content", [POSTSCRIPT, bomb(), b"GIF89a", b"P6 10 10 99999999 "], ids=["ps", "bomb", "gif", "ppm"]
+)
+def test_hostile_images_are_one_line_and_run_nothing(
+    content: bytes, workers: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow gives PostScript to Ghostscript, whatever the file is called."""
+    ran = tmp_path / "ran"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/gs").write_text(f"#!/bin/sh\ntouch '{ran}'\n")
+    (tmp_path / "bin/gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # to be searched for anew
+    shutil.copytree(root / "imagenet", tmp_path / "imagenet")
+    bad = tmp_path / "imagenet/val/n00000001/n00000001_0.JPEG"
+    bad.write_bytes(content)
+    with pytest.raises(Problem, match=r"n00000001_0.JPEG cannot be read as an image \(") as caught:
+        list(opened("imagenet", tmp_path, workers=workers).test.batches(4))
+    assert "\n" not in str(caught.value)
+    assert not ran.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
+def test_a_pipe_is_no_image(root: Path, tmp_path: Path) -> None:
+    """It would be waited for without end."""
+    shutil.copytree(root / "imagenet", tmp_path / "imagenet")
+    os.mkfifo(tmp_path / "imagenet/val/n00000001/x.png")
+    assert len(opened("imagenet", tmp_path).test) == len(opened("imagenet", root).test)
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "labels.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(tiny.idx(np.zeros(9, np.uint8)))
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    with pytest.raises(Problem, match="oversized"):
+        read_idx(path, 1)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
 # --- text ---
 
 
@@ -557,6 +621,11 @@ def put(path: str, content: bytes) -> Breaker:
     return lambda root: (root / path).write_bytes(content)
 
 
+def patch(path: Path, at: int, content: bytes) -> None:
+    old = path.read_bytes()
+    path.write_bytes(old[:at] + content + old[at + len(content) :])
+
+
 def drop(path: str) -> Breaker:
     return lambda root: (root / path).unlink()
 
@@ -628,6 +697,16 @@ WRONG: dict[str, tuple[str, Breaker, str]] = {
         "fashion-mnist",
         put("fashion-mnist/train-images-idx3-ubyte.gz", b"<html>"),
         "(6 bytes) cannot be unpacked",
+    ),
+    "gzip that holds more than it says": (
+        "fashion-mnist",
+        put("fashion-mnist/train-labels-idx1-ubyte.gz", gzip.compress(tiny.idx(np.zeros(64, np.uint8)) + b"more")),
+        "train-labels-idx1-ubyte.gz is oversized: it has more, expected 72 by its head (64)",
+    ),
+    "idx that promises a disk full": (
+        "mnist",
+        put("mnist/train-images-idx3-ubyte", bytes([0, 0, 8, 3]) + b"\xff" * 12),
+        "train-images-idx3-ubyte is truncated: it has 16 bytes, expected 79228162458924105385300197391",
     ),
     "cifar file missing": (
         "cifar10",
@@ -702,6 +781,26 @@ WRONG: dict[str, tuple[str, Breaker, str]] = {
         "speech",
         lambda root: tiny.tone(root / "speech/wavs/LJ001-0001.wav", np.zeros(0)),
         "LJ001-0001.wav has 0 samples, expected more than 512",
+    ),
+    "a wav of rate 0": (
+        "speech",
+        lambda root: patch(root / "speech/wavs/LJ001-0002.wav", 24, bytes(4)),
+        "LJ001-0002.wav has 0 samples a second: it is damaged, fetch it again",
+    ),
+    "a wav whose first chunk is longer than any file": (
+        "speech",
+        lambda root: patch(root / "speech/wavs/LJ001-0002.wav", 12, b"JUNK" + b"\xff" * 4),
+        "LJ001-0002.wav is not a WAV file of 16-bit PCM",
+    ),
+    "a line of metadata that leads out": (
+        "speech",
+        put("speech/metadata.csv", b"../../x|a|b"),
+        "metadata.csv, line 1: '../../x' is not in DIR/speech/wavs: take the line out",
+    ),
+    "a line of metadata from the root": (
+        "speech",
+        put("speech/metadata.csv", b"/etc/x|a|b"),
+        "metadata.csv, line 1: '/etc/x' is not in DIR/speech/wavs: take the line out",
     ),
     "another rate": (
         "speech",

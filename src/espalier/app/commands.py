@@ -16,7 +16,7 @@ from rich.text import Text
 
 from espalier import __version__
 from espalier.app import cookbook, names
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, short
 from espalier.app.recipe import Recipe
 from espalier.app.run import Job
 
@@ -257,9 +257,9 @@ def _seeds(text: str) -> list[int]:
     try:
         found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise Problem(f"--seeds {text}: write numbers with commas, such as 0,1,2") from None
+        raise Problem(f"--seeds {short(text, 80)}: write numbers with commas, such as 0,1,2") from None
     if not all(0 <= seed <= LARGEST_SEED for seed in found):
-        raise Problem(f"--seeds {text}: seeds are numbers from 0 to {LARGEST_SEED}")
+        raise Problem(f"--seeds {short(text, 80)}: seeds are numbers from 0 to {LARGEST_SEED}")
     return found
 
 

@@ -9,8 +9,21 @@ class Problem(Exception):
 
 def one_line(error: BaseException) -> str:
     """What an error of someone else's says, short enough for the end of a line."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 300 else f"{said[:297]}..."
+    return short(str(error), 300) or type(error).__name__
+
+
+def short(text: str, most: int) -> str:
+    """A text on one line, cut where it is longer."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it."""
+    try:
+        return short(repr(value), 80)
+    except (ValueError, RecursionError):  # more digits, or deeper, than Python writes
+        return "a value too large to write"
 
 
 class Stopped(Exception):

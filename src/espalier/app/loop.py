@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,19 +26,23 @@ from espalier.app.finite import Diverged, Skip, first_nonfinite, training_state,
 from espalier.app.graph import Replay
 from espalier.app.lock import locked
 from espalier.app.look import Looker
-from espalier.app.machine import Signals, clock, denormals_as_zeros, make_accelerator
+from espalier.app.machine import clock, denormals_as_zeros, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule, rescale_lr
 from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
 from espalier.app.recipe import STRUCTURED, Solver
 from espalier.app.run import Job, Run, begin, check_place, environment
+from espalier.app.signals import Signals
 from espalier.app.tasks import open_task
+
+WORKER_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
 
 
 def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
     """Train a job to its end, and deliver the model at the structured point.
 
-    With `resume`, go on from the last checkpoint, if there is one. Ctrl-C and SIGTERM write one and raise `Stopped`.
+    With `resume`, go on from the last checkpoint, if there is one. Ctrl-C, SIGTERM and SIGHUP write one, and `Stopped`
+    is raised.
     """
     accelerator = make_accelerator(job)
     check_place(job.out)
@@ -155,25 +160,43 @@ class Training:
         return self.run
 
     def _train(self) -> None:
-        at, plan = self.at, self.plan
         self._announce()
         self.saved = time.monotonic()
         self.since = clock(self.device)
         with Signals() as signals:
-            while at.step < plan.total:
-                loss = self.step()
+            try:
+                self._steps(signals)
+            except RuntimeError as error:
+                # a worker that had just begun heard the signal, too, and the step may be half done
+                if not (signals.seen and WORKER_KILLED.search(str(error))):
+                    raise
+                kept = (
+                    "no checkpoint was written"
+                    if self.kept is None
+                    else f"the last checkpoint, of step {self.kept}, is kept"
+                )
+                self._stopped(signals.seen, f"in step {self.at.step + 1}, {kept}")
+
+    def _steps(self, signals: Signals) -> None:
+        at, plan = self.at, self.plan
+        while at.step < plan.total:
+            loss = self.step()
+            try:
                 self.progress.step(at.step, loss)
-                if at.step % plan.period == 0 or at.step == plan.total:
-                    self._look()
-                if at.step == plan.total:  # no restart after the last step: it would end the structured point
-                    break
-                self.schedule.step()
-                late = time.monotonic() - self.saved >= 60 * self.recipe.save_minutes
-                asked, due = signals.agreed(self.accelerator, at.step, late)
-                if asked or due:
-                    self._save()
-                if asked:
-                    self._stopped(asked)
+            except OSError:  # a terminal that has gone, which SIGHUP says
+                if not signals.seen:
+                    raise
+            if at.step % plan.period == 0 or at.step == plan.total:
+                self._look()
+            if at.step == plan.total:  # no restart after the last step: it would end the structured point
+                break
+            self.schedule.step()
+            late = time.monotonic() - self.saved >= 60 * self.recipe.save_minutes
+            asked, due = signals.agreed(self.accelerator, at.step, late)
+            if asked or due:
+                self._save()
+            if asked:
+                self._stopped(asked, f"at step {at.step}, checkpoint written")
 
     def step(self) -> torch.Tensor:
         """One step of the optimizer, on all parts of a batch; the loss of the last."""
@@ -334,10 +357,10 @@ class Training:
             changes, now = self.run.facts.get("lr_changes", []), {"step": self.at.step, "from": before, "to": lr}
             self.run.facts["lr_changes"] = [x for x in changes if x != now] + [now]  # written by `_announce`
 
-    def _stopped(self, asked: int) -> NoReturn:
+    def _stopped(self, asked: int, where: str) -> NoReturn:
         if self.accelerator.is_main_process:
             self.run.update(status="stopped")
-        raise Stopped(asked, f"stopped at step {self.at.step}, checkpoint written")
+        raise Stopped(asked, f"stopped {where}")
 
     def _announce(self) -> None:
         """Say what begins, to the person and in run.json."""
@@ -350,6 +373,13 @@ class Training:
             )
         if self.accelerator.mixed_precision != recipe.mixed_precision:
             self.progress.say(f"mixed_precision {recipe.mixed_precision} needs a GPU: this run is in float32.")
+        now = environment(self.device, self.shard["world"])
+        was = self.run.facts.get("environment", {}).get("threads", now["threads"])
+        if self.at.step and self.device.type == "cpu" and was != now["threads"]:
+            self.progress.say(
+                f"This run used {was} threads before and uses {now['threads']} now: sums round differently, so the end "
+                f"will not be the same to the bit. OMP_NUM_THREADS={was} uses the same number."
+            )
         if self.accelerator.is_main_process:
             paper = recipe.paper.get(job.method)
             self.run.update(
@@ -365,7 +395,7 @@ class Training:
                 settings=job.settings,
                 skip_nonfinite=recipe.skip_nonfinite,
                 sha256={},
-                environment=environment(self.device, self.shard["world"]),
+                environment=now,
                 command=job.command,
                 data=dict(self.data.facts),
                 data_root=job.data_root,

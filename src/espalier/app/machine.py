@@ -1,15 +1,12 @@
-"""The machine a run is on: its device and processes, its clock, its signals."""
+"""The machine a run is on: its device and processes, its clock."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +17,6 @@ from espalier.app.errors import Problem
 from espalier.app.run import Job
 
 COMPILER = "inductor"  # torch.compile's own
-AGREE_EVERY = 10  # steps after which the processes ask each other whether to stop or to save
 
 
 def make_accelerator(job: Job) -> Accelerator:
@@ -80,43 +76,3 @@ def denormals_as_zeros() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
-
-
-class Signals:
-    """Ctrl-C and SIGTERM, kept until the loop asks. A second one acts at once, unless `patient`."""
-
-    # of a process that is asked by several others, as by the one that started it and by whoever stops them all
-    patient: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self.seen = 0
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        try:
-            self.before = {s: signal.signal(s, self._keep) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: whoever runs us there has the signals
-            self.before = {}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._back()
-
-    def agreed(self, accelerator: Accelerator, step: int, due: bool) -> tuple[int, bool]:
-        """The signal that any process has seen, or 0, and whether a checkpoint is due: the same answer for all."""
-        if accelerator.num_processes == 1:
-            return self.seen, due
-        if step % AGREE_EVERY:
-            return 0, False
-        seen, late = accelerator.gather(torch.tensor([[self.seen, due]], device=accelerator.device)).amax(0).tolist()
-        return seen, bool(late)
-
-    def _keep(self, number: int, frame: FrameType | None) -> None:
-        self.seen = number
-        if not self.patient:
-            self._back()
-
-    def _back(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        self.before = {}

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from espalier.app.errors import Problem, Stopped
 from espalier.app.loop import train
-from espalier.app.machine import Signals
 from espalier.app.progress import SHOW_EVERY, Display
 from espalier.app.run import Job, Run, begin, read
+from espalier.app.signals import Signals
 
 LISTEN = 0.2  # seconds, before it looks for signals again
 TELL_EVERY = 2 * SHOW_EVERY
@@ -30,7 +30,7 @@ TELL_EVERY = 2 * SHOW_EVERY
 def train_side_by_side(jobs: Sequence[Job], at_once: int, display: Display) -> list[Run]:
     """Train what is not trained yet, so many at a time, on all GPUs in turn unless one is named.
 
-    The first problem stops the others, and so do Ctrl-C and SIGTERM: all write a checkpoint.
+    The first problem stops the others, and so do Ctrl-C, SIGTERM and SIGHUP: all write a checkpoint.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Problem("--at-once has one process for a run, accelerate launch has several: take one of the two")

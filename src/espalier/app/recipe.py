@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, shown
 from espalier.app.models import MODELS
 from espalier.optim.dual_averaging import ramp_length
 
@@ -30,6 +30,7 @@ DUAL_AVERAGING = ("ramda", "rmda")
 WITHOUT_DECAY = (*DUAL_AVERAGING, "proxsgd")
 WITH_MOMENTUM = (*DUAL_AVERAGING, "proxsgd", "sgd")  # the others have Adam's betas
 
+Count = Annotated[int, Field(gt=0, le=10**12)]  # no larger than a float can count
 Share = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
 # mean, and standard deviation where there is one
@@ -72,7 +73,7 @@ class Model(Named):
                 self.__pydantic_extra__[option] = TypeAdapter(kind).validate_python(value)  # type: ignore[index]
             except ValidationError as error:
                 said = error.errors()[0]["msg"]
-                raise ValueError(f"{option}={value!r}: {said[:1].lower()}{said[1:]}") from None
+                raise ValueError(f"{option}={shown(value)}: {said[:1].lower()}{said[1:]}") from None
         return self
 
 
@@ -86,7 +87,7 @@ class Solver(Strict):
     """How the subproblem is solved; `auto` is exact wherever that is possible."""
 
     name: Literal["auto", "exact", "pg", "newton", "dr"] = "auto"
-    max_iters: PositiveInt | None = None
+    max_iters: Count | None = None
     rtol: Weight | None = None  # 0: no such rule
 
     @model_validator(mode="after")
@@ -144,11 +145,11 @@ class Recipe(Strict):
     task: Literal["classification", "language", "speech", "masked-images"]
     model: Model
     data: DataSet
-    batch: PositiveInt
-    eval_batch: PositiveInt | None = None
-    length: PositiveInt
+    batch: Count
+    eval_batch: Count | None = None
+    length: Count
     unit: Literal["epochs", "steps"] = "epochs"  # of length, milestones and evaluate_every
-    milestones: list[PositiveInt] = []
+    milestones: list[Count] = []
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     scale: Annotated[float, Field(gt=0, le=100)] = 1.0  # shortens length and milestones together
     penalty: Literal["group-lasso", "nuclear-norm", "l1"] = "group-lasso"
@@ -158,11 +159,11 @@ class Recipe(Strict):
     label_smoothing: Share = 0.0
     mask_ratio: Share = 0.6
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    accumulate: PositiveInt = 1  # batches of batch / accumulate before each step
+    accumulate: Count = 1  # batches of batch / accumulate before each step
     clip: PositiveFloat | None = None  # of the gradient's norm
-    evaluate_every: PositiveInt = 1
+    evaluate_every: Count = 1
     skip_nonfinite: bool = False  # skip batches with NaN or Inf, which otherwise end the run
-    recalibrate: PositiveInt = 20  # batches that batch norm's statistics of the structured point are taken from
+    recalibrate: Count = 20  # batches that batch norm's statistics of the structured point are taken from
     save_minutes: Weight = 2.0  # between two checkpoints
     cuda_graph: bool = True  # replay steps on a GPU, where they are all alike
     compile: bool = False  # train through torch.compile, which rounds differently

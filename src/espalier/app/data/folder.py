@@ -19,13 +19,16 @@ from torch.utils.data import Dataset as TorchDataset
 from espalier.app.data.base import Data, Dataset, Examples, Order
 from espalier.app.data.images import Scale
 from espalier.app.data.source import DataSet, at_least, parse
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, one_line
+from espalier.app.signals import deaf_to_stop
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MEAN, SD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"}
+# what these are. Pillow goes by the content and not by the name, and runs Ghostscript on what it takes for PostScript
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM")
 # the share of an image's area that a training crop has, and its width over its height
 AREA, SHAPE = (0.08, 1.0), (3 / 4, 4 / 3)
 # a test image's short side, over the size of what is cut from its middle
@@ -63,11 +66,15 @@ class Files(Pictures):
 
         path = self.paths[number]
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 return image.convert("RGB")
-        # Pillow's decoders raise all three on damaged files
-        except (OSError, SyntaxError, ValueError) as error:
-            raise Problem(f"{path} cannot be read as an image ({error}): fetch it again or delete it") from None
+        except MemoryError:
+            raise
+        # Pillow's decoders raise errors of a dozen kinds on damaged files, and one of its own on too many pixels
+        except Exception as error:
+            raise Problem(
+                f"{path} cannot be read as an image ({one_line(error)}): fetch it again or delete it"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,7 @@ class ImageFiles(Examples):
             sampler=[numbers[start:stop].tolist() for start, stop in spans],
             num_workers=self.options.workers,
             pin_memory=device.type == "cuda",
+            worker_init_fn=deaf_to_stop,
             # its own: the loader would otherwise draw from torch's, and training would depend on how often it did
             generator=torch.Generator(),
         )
@@ -215,7 +223,9 @@ def _files(directory: Path, names: list[str]) -> Files:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names):
-        here = sorted(path for path in (directory / name).iterdir() if path.suffix.lower() in ENDINGS)
+        files = ((directory / name) / each for each in os.listdir(directory / name))
+        # regular ones: a pipe would be waited for
+        here = sorted(path for path in files if path.suffix.lower() in ENDINGS and path.is_file())
         if not here:
             raise Problem(
                 f"{directory / name} holds no image: expected *.JPEG, *.jpg or *.png files of the class {name}"

@@ -21,7 +21,7 @@ from espalier.app.data.source import DataSet, parse
 from espalier.app.data.speech import Speech
 from espalier.app.data.text import Text, TextOptions, check_split
 from espalier.app.data.words import tokenised
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -98,9 +98,11 @@ class HubPictures(Pictures):
     def load(self, number: int) -> Image:
         try:
             image: Image = self.rows[number][self.place.image].convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # of a dozen kinds, as for files
             raise Problem(
-                f"{self.place.repository}: image {number} cannot be read ({error}): clear the cache"
+                f"{self.place.repository}: image {number} cannot be read ({one_line(error)}): clear the cache"
             ) from None
         return image
 

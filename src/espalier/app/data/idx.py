@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from espalier.app.errors import Problem
 SIZE = 28
 # MNIST's; the paper uses them for Fashion-MNIST too
 MEAN, SD = 0.1307, 0.3081
+CHUNK = 1 << 20  # bytes that are unpacked at once
 FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
 
@@ -60,27 +62,49 @@ def read_split(directory: Path, part: str, classes: int) -> Labelled:
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of one IDX file as an array with so many dimensions."""
-    content = _content(path)
+    try:
+        with path.open("rb") as file, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file as content:
+            return _array(path, content, dimensions)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise Problem(
+            f"{path} ({path.stat().st_size} bytes) cannot be unpacked: {error}. It is truncated or damaged, "
+            "fetch it again"
+        ) from None
+
+
+def _array(path: Path, file: IO[bytes] | gzip.GzipFile, dimensions: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     head = 4 + 4 * dimensions
     magic = bytes([0, 0, 8, dimensions])
-    if content[:4] != magic:
+    begin = file.read(head)
+    if begin[:4] != magic:
         raise Problem(
-            f"{path} begins with {content[:4].hex(' ')}, expected the magic number {magic.hex(' ')} "
+            f"{path} begins with {begin[:4].hex(' ')}, expected the magic number {magic.hex(' ')} "
             f"of IDX bytes in {dimensions} dimensions: it is not the file it is named after, fetch it again"
         )
-    if len(content) < head:
-        raise Problem(f"{path} has {len(content)} bytes, expected a head of {head}: it is truncated, fetch it again")
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", dimensions, offset=4))
-    expected = head + int(np.prod(shape, dtype=object))
-    if len(content) != expected:
-        word = "truncated" if len(content) < expected else "oversized"
+    if len(begin) < head:
+        raise Problem(f"{path} has {len(begin)} bytes, expected a head of {head}: it is truncated, fetch it again")
+    shape = tuple(int(size) for size in np.frombuffer(begin, ">u4", dimensions, offset=4))
+    expected = head + math.prod(shape)
+    content = _read(file, expected - head + 1)
+    if head + len(content) != expected:
+        word = "truncated" if head + len(content) < expected else "oversized"
+        there = head + len(content) if word == "truncated" else path.stat().st_size
+        has = f"{there} bytes" if word == "truncated" or path.suffix != ".gz" else "more"
         raise Problem(
-            f"{path} is {word}: it has {len(content)} bytes, expected {expected} "
+            f"{path} is {word}: it has {has}, expected {expected} "
             f"by its head ({' × '.join(map(str, shape))}): fetch it again"
         )
     if shape[0] == 0:
         raise Problem(f"{path} holds no examples: fetch it again")
-    return np.frombuffer(content, np.uint8, offset=head).reshape(shape).copy()
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+def _read(file: IO[bytes] | gzip.GzipFile, most: int) -> bytearray:
+    """So many bytes, or all there are: a few kB may unpack to a disk full, and a head may promise one."""
+    content = bytearray()
+    while len(content) < most and (part := file.read(min(CHUNK, most - len(content)))):
+        content += part
+    return content
 
 
 def check_labels(path: object, labels: np.ndarray[Any, Any], classes: int) -> None:
@@ -100,15 +124,3 @@ def _spelt(directory: Path, name: str) -> Path | None:
             if path.is_file():
                 return path
     return None
-
-
-def _content(path: Path) -> bytes:
-    raw = path.read_bytes()
-    if path.suffix != ".gz":
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (EOFError, OSError, zlib.error) as error:
-        raise Problem(
-            f"{path} ({len(raw)} bytes) cannot be unpacked: {error}. It is truncated or damaged, fetch it again"
-        ) from None

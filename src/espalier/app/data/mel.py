@@ -61,6 +61,8 @@ def count_samples(recording: Recording, options: SpeechOptions) -> int:
         channels, width, rate, count = file.getparams()[:4]
     if (channels, width) != (1, 2):
         raise Problem(f"{recording.name} has {channels} channels of {8 * width} bits, expected one of 16: convert it")
+    if rate < 1:
+        raise Problem(f"{recording.name} has {rate} samples a second: it is damaged, fetch it again")
     if rate != options.rate:
         raise Problem(
             f"{recording.name} has {rate} samples a second, expected {options.rate}: "
@@ -135,7 +137,7 @@ def _open(recording: Recording) -> Iterator[wave.Wave_read]:
     try:
         with recording.open() as content, wave.open(content, "rb") as file:
             yield file
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, RuntimeError) as error:  # the last for a chunk that is longer than the file
         raise Problem(
             f"{recording.name} is not a WAV file of 16-bit PCM ({error}): convert it or fetch it again"
         ) from None

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from espalier.app.data.base import Data
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, shown
 
 T = TypeVar("T")
+LARGEST = 10**12
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ def parse(kind: type[T], options: Mapping[str, Any], name: str) -> T:
         whole_as_real = expected is float and type(value) is int
         if type(value) is not expected and not whole_as_real:
             raise Problem(
-                f"data.{key} is {value!r}: data set {name} expects {expected.__name__}, such as {known[key]!r}"
+                f"data.{key} is {shown(value)}: data set {name} expects {expected.__name__}, such as {known[key]!r}"
             )
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise Problem(f"data.{key} is {shown(value)}: data set {name} expects at most {LARGEST}")
     return kind(**options)
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from espalier.app.data.base import Data, Examples, Order
 from espalier.app.data.mel import SYMBOLS, Recording, Spectrogram, SpeechOptions, count_samples, to_symbols
 from espalier.app.data.source import DataSet, at_least, parse
-from espalier.app.errors import Problem
+from espalier.app.errors import Problem, short
 
 TEST_SHARE = 0.05
 
@@ -110,6 +110,8 @@ def _recordings(metadata: Path, wavs: Path) -> list[Recording]:
         identity, *said = line.split("|")
         if not said:
             raise Problem(f"{metadata}, line {number}: expected `id|as written|as spoken`, found '{line[:60]}'")
+        if Path(identity).is_absolute() or ".." in Path(identity).parts:
+            raise Problem(f"{metadata}, line {number}: {short(identity, 60)!r} is not in {wavs}: take the line out")
         wav = wavs / f"{identity}.wav"
         if not wav.is_file():
             raise Problem(f"{metadata}, line {number}: there is no {wav}: add the file or take the line out")
