@@ -103,6 +103,21 @@ BAD = {
     "parts that do not fit": (["accumulate=3"], r"batch 128 can't be cut into accumulate = 3"),
     "not YAML": (["batch=[1"], r"the value is not YAML"),
     "a key twice": (["methods.ramda={lr: 1, lr: 2, lam: 1}"], r"--set methods.ramda=.*: line 1: the key 'lr' is there"),
+    "a date that is none": (["title=2024-13-45"], r"--set title=2024-13-45: the value is not YAML"),
+    "a word as a whole number": (["batch=!!int x"], r"the value is not YAML"),
+    "a word as a truth": (["batch=!!bool x"], r"the value is not YAML"),
+    "nothing as a whole number": (["batch=!!int ''"], r"the value is not YAML"),
+    "a list that is a time": (["batch=!!timestamp [1]"], r"the value is not YAML"),
+    "an object": (["title=!!python/object/apply:os.system [ls]"], r"the value is not YAML"),
+    "nested too deep": (["title=" + "[" * 3000], r"--set title=\[\[.*\.\.\.: the value is not YAML"),
+    "5000 digits": (["batch=" + "9" * 5000], r"--set batch=99.*\.\.\.: the value is not YAML"),
+    "5000 digits of another kind": (["batch=0x" + "f" * 5000], r"batch=a value too large to write: input should be"),
+    "more steps than a float counts": (["length=0x" + "f" * 400], r"length=\d+\.\.\.: input should be less than"),
+    "an alias of itself": (["data.options=&a [*a]"], r"line 1: an alias names what it is itself a part of"),
+    "a long value": (["batch=" + "x " * 5000], r"batch='x x .*\.\.\.: input should be a valid integer"),
+    "lines": (["batch.size=a\nb"], r"--set batch.size=a b: batch is a plain value"),
+    "a key of lines": (["a\nb=1"], r"no key is called 'a.{1,2}nb'"),
+    "no value, at length": (["x" * 5000], r"--set xxx.*\.\.\.: write key=value"),
     "a cosine for dual averaging": (["methods.rmda.schedule=cosine"], r"rmda goes by stages"),
 }
 
@@ -113,12 +128,21 @@ def test_what_is_wrong_is_one_line(case: str) -> None:
     with pytest.raises(Problem, match=message) as seen:
         cookbook.load("vgg19-cifar10", changes)
     assert "\n" not in str(seen.value)
+    assert len(str(seen.value)) < 400
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("title: [", "is not YAML"),
+        ("title: 2024-13-45", "is not YAML: month must be in 1..12"),
+        (LAUGHS, r"bad.yaml, line 5: with its aliases it holds more than 10,000 values"),
+        ("a: &a {<<: *a}", "bad.yaml, line 1: an alias names what it is itself a part of"),
+        ("? [a, b]\n: 1", "bad.yaml"),
+        ("1: 2\n2: 3", "bad.yaml"),
         ("just words", "is no recipe"),
         ("title: x", "the key 'task' is missing"),
         ("title: x\nmethods:\n  ramda: {lr: 1, lam: 2, lr: 3}", r"bad.yaml, line 3: the key 'lr' is there twice"),
