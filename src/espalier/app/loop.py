@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,8 +33,6 @@ from espalier.app.recipe import STRUCTURED, Solver
 from espalier.app.run import Job, Run, begin, check_place, environment
 from espalier.app.signals import Signals
 from espalier.app.tasks import open_task
-
-WORKER_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
 
 
 def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
@@ -160,43 +157,29 @@ class Training:
         return self.run
 
     def _train(self) -> None:
+        at, plan = self.at, self.plan
         self._announce()
         self.saved = time.monotonic()
         self.since = clock(self.device)
         with Signals() as signals:
-            try:
-                self._steps(signals)
-            except RuntimeError as error:
-                # a worker that had just begun heard the signal, too, and the step may be half done
-                if not (signals.seen and WORKER_KILLED.search(str(error))):
-                    raise
-                kept = (
-                    "no checkpoint was written"
-                    if self.kept is None
-                    else f"the last checkpoint, of step {self.kept}, is kept"
-                )
-                self._stopped(signals.seen, f"in step {self.at.step + 1}, {kept}")
-
-    def _steps(self, signals: Signals) -> None:
-        at, plan = self.at, self.plan
-        while at.step < plan.total:
-            loss = self.step()
-            try:
-                self.progress.step(at.step, loss)
-            except OSError:  # a terminal that has gone, which SIGHUP says
-                if not signals.seen:
-                    raise
-            if at.step % plan.period == 0 or at.step == plan.total:
-                self._look()
-            if at.step == plan.total:  # no restart after the last step: it would end the structured point
-                break
-            self.schedule.step()
-            late = time.monotonic() - self.saved >= 60 * self.recipe.save_minutes
-            asked, due = signals.agreed(self.accelerator, at.step, late)
-            if asked or due:
-                self._save()
-            if asked:
-                self._stopped(asked, f"at step {at.step}, checkpoint written")
+            while at.step < plan.total:
+                loss = self.step()
+                try:
+                    self.progress.step(at.step, loss)
+                except OSError:  # a terminal that has gone, which SIGHUP says
+                    if not signals.seen:
+                        raise
+                if at.step % plan.period == 0 or at.step == plan.total:
+                    self._look()
+                if at.step == plan.total:  # no restart after the last step: it would end the structured point
+                    break
+                self.schedule.step()
+                late = time.monotonic() - self.saved >= 60 * self.recipe.save_minutes
+                asked, due = signals.agreed(self.accelerator, at.step, late)
+                if asked or due:
+                    self._save()
+                if asked:
+                    self._stopped(asked)
 
     def step(self) -> torch.Tensor:
         """One step of the optimizer, on all parts of a batch; the loss of the last."""
@@ -357,10 +340,10 @@ class Training:
             changes, now = self.run.facts.get("lr_changes", []), {"step": self.at.step, "from": before, "to": lr}
             self.run.facts["lr_changes"] = [x for x in changes if x != now] + [now]  # written by `_announce`
 
-    def _stopped(self, asked: int, where: str) -> NoReturn:
+    def _stopped(self, asked: int) -> NoReturn:
         if self.accelerator.is_main_process:
             self.run.update(status="stopped")
-        raise Stopped(asked, f"stopped {where}")
+        raise Stopped(asked, f"stopped at step {self.at.step}, checkpoint written")
 
     def _announce(self) -> None:
         """Say what begins, to the person and in run.json."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,6 +82,15 @@ class DataSet(Named):
     """A data set of `espalier.app.data`, and the share of its training examples to hold out for tuning."""
 
     holdout: Share = 0.0
+
+    @model_validator(mode="after")
+    def _plain(self) -> DataSet:
+        for option, value in self.options.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):  # a date, or bytes
+                raise ValueError(f"{option}={shown(value)}: expected a number or a word") from None
+        return self
 
 
 class Solver(Strict):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,17 +20,36 @@ AGREE_EVERY = 10  # steps after which the processes ask each other whether to st
 STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-def deaf_to_stop(worker: int = 0) -> None:
-    """Let a data loader's worker ignore the first signal of each kind. Its end would end the training, too.
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Signals that arrive within act at its end. Processes that start within do not hear them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    A signal may reach all processes of a job. The worker ends when its parent does.
+
+def deaf_to_stop(worker: int) -> None:
+    """Let a data loader's worker ignore stops, which may go to all processes of a job, unless its parent sends them.
+
+    A worker that is killed ends the training without a checkpoint. It ends by itself soon after its parent.
+    The worker has to start with signals held back: they stay so, and a thread takes them.
     """
+    parent = os.getppid()
 
-    def once(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+    def listen() -> None:
+        while signal.sigwaitinfo(STOPS).si_pid != parent:
+            pass
+        os._exit(0)
 
-    for number in STOPS:
-        signal.signal(number, once)
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=listen, daemon=True).start()
+    elif hasattr(signal, "pthread_sigmask"):  # macOS: the sender is not told
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 class Signals:

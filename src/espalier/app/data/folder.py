@@ -20,7 +20,7 @@ from espalier.app.data.base import Data, Dataset, Examples, Order
 from espalier.app.data.images import Scale
 from espalier.app.data.source import DataSet, at_least, parse
 from espalier.app.errors import Problem, one_line
-from espalier.app.signals import deaf_to_stop
+from espalier.app.signals import deaf_to_stop, held_back
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -134,7 +134,9 @@ class ImageFiles(Examples):
             # its own: the loader would otherwise draw from torch's, and training would depend on how often it did
             generator=torch.Generator(),
         )
-        for made in loader:
+        with held_back():
+            batches = iter(loader)
+        for made in batches:
             if isinstance(made, str):
                 raise Problem(made)
             images, labels = (part.to(device, non_blocking=True) for part in made)

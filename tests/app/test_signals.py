@@ -1,0 +1,114 @@
+"""A stop that goes to all processes of a job, as Slurm, `timeout` and a closed terminal send it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small
+import tiny
+import torch
+
+from espalier.app.data import open_data
+from espalier.app.errors import Stopped
+from espalier.app.loop import train
+from espalier.app.progress import Silent
+from espalier.app.run import read
+from espalier.app.signals import STOPS, Signals
+
+posix = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX signals")
+
+# a training whose loss goes to standard output, so that the test knows when it is under way
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import small
+from espalier.app.errors import Stopped
+from espalier.app.loop import train
+from espalier.app.progress import Silent
+class Told(Silent):
+    def step(self, step, loss):
+        print(step, flush=True)
+changes = ("length=1000000", "milestones=[10]", "evaluate_every=1000000", "data.workers=2", "batch=2")
+try:
+    train(small.job("resnet50-imagenet", Path(sys.argv[2]), changes=changes), Told())
+except Stopped as stopped:
+    sys.exit(128 + stopped.signal)
+"""
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_of_the_whole_group_with_its_workers_writes_the_checkpoint(number: int, tmp_path: Path) -> None:
+    tiny.make("imagenet", tmp_path / "data")
+    words = [sys.executable, "-c", PROGRAM, os.path.dirname(small.__file__), str(tmp_path)]
+    with subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, text=True) as begun:
+        assert begun.stdout is not None
+        assert begun.stdout.readline() == "1\n"  # in the middle of an epoch of 8 steps
+        os.killpg(begun.pid, number)
+        begun.stdout.read()
+    assert begun.returncode == 128 + number
+    assert read(tmp_path / "run").facts["status"] == "stopped"
+    assert torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["position"]["step"] >= 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the sender of a signal is not told")
+def test_workers_ignore_the_stops_of_others_and_end_by_their_parents(tmp_path: Path) -> None:
+    tiny.make("imagenet", tmp_path)
+    data = open_data("imagenet", tmp_path, device=torch.device("cpu"), options={"size": 16, "workers": 2})
+    batches = data.train.batches(1)
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    kills = "; ".join(f"kill -{number} {worker.pid}" for worker in workers for number in STOPS)
+    subprocess.run(["sh", "-c", f"{kills}; {kills}"], check=True)
+    assert len(list(batches)) == 15
+    batches = data.train.batches(1)
+    next(batches)
+    for worker in (workers := multiprocessing.active_children()):
+        worker.terminate()  # as at the parent's own end, which waits for them
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+
+
+class Hangup(Silent):
+    """A terminal that is closed: writing fails, and the signal arrives."""
+
+    def step(self, step: int, loss: object) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGHUP)
+            raise OSError(5, "Input/output error")
+
+
+@posix
+def test_a_closed_terminal_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path)
+    with pytest.raises(Stopped, match="stopped at step 3, checkpoint written") as told:
+        train(job, Hangup())
+    assert told.value.signal == signal.SIGHUP
+    assert train(job, Silent(), resume=True).finished
+
+
+@posix
+def test_a_second_signal_acts_at_once_and_nohup_is_respected() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.seen
+            signal.raise_signal(signal.SIGTERM)
+            assert (signals.seen, heard) == (signal.SIGTERM, [])
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGHUP, hup)
