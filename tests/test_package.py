@@ -45,6 +45,13 @@ PROMISED = (
 )
 
 
+def test_a_star_import_brings_all_that_is_public() -> None:
+    assert set(espalier.__all__) == {*PUBLIC, "__version__"}
+    brought: dict[str, object] = {}
+    exec("from espalier import *", brought)
+    assert set(espalier.__all__) <= brought.keys()
+
+
 def test_import_loads_torch_and_the_standard_library_only() -> None:
     code = (
         "import sys, json; import torch; before = set(sys.modules); import espalier; "

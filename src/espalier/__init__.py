@@ -41,6 +41,53 @@ from espalier.solvers import Solver as Solver
 from espalier.solvers import Tolerance as Tolerance
 from espalier.subproblem import Subproblem as Subproblem
 
+__all__ = [
+    "L1",
+    "RAMDA",
+    "RMDA",
+    "ClosedForm",
+    "DouglasRachford",
+    "Element",
+    "Exact",
+    "GroupLasso",
+    "GroupMCP",
+    "Grouping",
+    "Heads",
+    "Input",
+    "Layout",
+    "Matrix",
+    "NewtonRaphson",
+    "NuclearNorm",
+    "Output",
+    "Partition",
+    "Penalty",
+    "ProxGen",
+    "ProxSGD",
+    "ProxSSI",
+    "ProximalGradient",
+    "Rule",
+    "ShrinkError",
+    "Shrunk",
+    "Solver",
+    "SparseGroupLasso",
+    "StagewiseRestart",
+    "StructureMonitor",
+    "StructureReport",
+    "StructureWarning",
+    "Subproblem",
+    "Tolerance",
+    "WarmupCosine",
+    "__version__",
+    "export",
+    "load",
+    "regularize",
+    "save",
+    "shrink",
+    "structure",
+    "structured",
+    "unwrap",
+]
+
 _COMPACT = ("ShrinkError", "Shrunk", "export", "load", "save", "shrink")
 if typing.TYPE_CHECKING:
     from espalier.compact import ShrinkError as ShrinkError

@@ -92,7 +92,7 @@ def refuse_flat(p: Tensor, name: str, needed: int | None = None) -> None:
     """
     flat = p.dim() <= 1 and getattr(p, "_fsdp_flattened", False)  # FSDP1's mark on what it flattened
     if flat or (needed is not None and p.dim() != needed):
-        raise flattened(name, f"has shape {tuple(p.shape)}" + (f" where its layer has {needed} axes" if needed else ""))
+        raise flattened(name, f"has shape {tuple(p.shape)}" + (f" and should have {needed} axes" if needed else ""))
 
 
 def flattened(name: str, what: str) -> ValueError:

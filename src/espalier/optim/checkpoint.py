@@ -22,7 +22,9 @@ _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 def named(group: Group, index: int) -> Iterator[tuple[Tensor, str]]:
     """The group's parameters with a name each, for messages and reports."""
-    names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+    names = group.get("param_names")
+    if not names or len(names) != len(group["params"]):  # DeepSpeed ZeRO puts one tensor in the place of many
+        names = [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
     return zip(group["params"], names, strict=True)
 
 
