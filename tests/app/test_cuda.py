@@ -187,6 +187,20 @@ def test_what_can_be_replayed_is(tmp_path: Path) -> None:
     assert replays("ramda", "penalty=nuclear-norm")
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.gpu
+@needs_a_gpu
+def test_a_compiled_step_is_replayed(tmp_path: Path) -> None:
+    losses = []
+    for compiled in (True, False):
+        job = on_gpu(tmp_path, changes=(f"compile={compiled}",), out=str(compiled))
+        training = Training(job, begin(job, resume=False), make_accelerator(job), Silent())
+        losses.append([float(training.step()) for _ in range(12)])
+        assert training.replay is not None
+        assert training.replay.graph is not None
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize("method", ["ramda", "proxsgd", "dense"])
