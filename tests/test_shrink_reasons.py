@@ -241,15 +241,87 @@ class Halves(VAE):
 @pytest.mark.parametrize("kind", [VAE, Halves])
 def test_what_eval_does_not_use_stays_for_training(kind: type[VAE]) -> None:
     model = kind()
-    found = shrunk(model, torch.randn(3, 8))
-    small = found.model
+    with torch.no_grad():
+        model.d.weight[:, 3] = 0  # a dimension of the code that is not read: its mean and variance go together
+    small = shrunk(model, torch.randn(3, 8)).model
     x = torch.randn(2, 8, dtype=torch.float64)
-    assert [t.shape for t in small.encode(x)] == [(2, 4), (2, 4)]
     for ours, theirs in zip(small.encode(x), model.encode(x), strict=True):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs[:, :3])
     assert small.e.out_features == (13 if kind is VAE else 16)  # three that neither reads
-    assert any(line.startswith("lv: not used in eval mode") for line in found.report.kept)
-    small.train()(x).sum().backward()
+    torch.manual_seed(1)
+    y = small.train()(x)
+    torch.manual_seed(1)
+    noise = torch.randn(2, 3, dtype=torch.float64)
+    mean, log_variance = model.encode(x)
+    torch.testing.assert_close(y, F.linear(mean[:, :3] + log_variance[:, :3].exp() * noise,
+                                           model.d.weight[:, :3], model.d.bias))  # fmt: skip
+
+
+class Auxiliary(nn.Module):
+    """Its second head is not run at all in eval mode."""
+
+    def __init__(self, targets: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.aux, self.targets = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 2), targets
+        with torch.no_grad():
+            self.b.weight[:, :4] = 0
+            self.aux.weight[:, 2:6] = 0
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x).relu()
+        if self.training and self.targets:
+            raise ValueError("targets are needed")
+        return (self.b(y), self.aux(y)) if self.training else self.b(y)
+
+
+def test_what_only_training_runs_is_read_like_the_rest() -> None:
+    model = Auxiliary()
+    small = shrunk(model, torch.randn(3, 4)).model
+    assert (small.a.out_features, small.aux.in_features) == (6, 6)  # two that neither head reads
+    x = torch.randn(2, 4, dtype=torch.float64)
+    for ours, theirs in zip(small.train()(x), model.train()(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_training_mode_that_does_not_run_is_told() -> None:
+    report = shrunk(Auxiliary(targets=True), torch.randn(3, 4)).report
+    assert "some layers only training uses, and it fails on the examples, so that they may not fit: ShrinkError" in str(
+        report
+    )
+
+
+class Idle(nn.Module):
+    """A layer whose result neither mode uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.idle = nn.Linear(4, 8), unread(nn.Linear(8, 3), 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        self.idle(y.relu())
+        return self.b(y)
+
+
+def test_a_layer_that_nothing_uses_is_left_alone() -> None:
+    found = shrunk(Idle(), torch.randn(3, 4))
+    assert found.model.idle.weight.shape == (5, 8)
+    assert "idle: not used in eval mode, and kept for training" in found.report.kept
+
+
+def test_tensors_of_no_rows_show_nothing() -> None:
+    """Where an expert is given nothing, its layers stay."""
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        y, chosen = s.a(x), x[:, 0] > 50
+        y[chosen] = s.c(y[chosen])
+        return s.e(s.b(y)) + s.b(y[:0]).sum()
+
+    net = Net(run, a=nn.Linear(4, 8), b=unread(nn.Linear(8, 6), 1), c=unread(nn.Linear(8, 8), 1),
+              e=unread(nn.Linear(6, 2), 1))  # fmt: skip
+    small = shrunk(net, torch.randn(3, 4)).model
+    x = torch.full((2, 4), 60.0, dtype=torch.float64)
+    torch.testing.assert_close(small(x), net(x))
 
 
 # ---------------------------------------------------------------------------------------------------- faults of rules

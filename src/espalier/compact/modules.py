@@ -148,7 +148,8 @@ def _attention(
         width = module.out_proj.weight.shape[1] // module.num_heads
         read = (module.out_proj.weight != 0).any(0).reshape(-1, width).any(1)
         # weights that the model gives or uses are means over all heads
-        unit = tracer.trace.units.new(1)
+        # one for all of its calls
+        unit = tracer.trace.heads[name][1] if name in tracer.trace.heads else tracer.trace.units.new(1)
         if out[1] is not None:
             tracer.set(out[1], unit.reshape([1] * out[1].dim()))
         if module.bias_k is None and module.bias_v is None and not module.add_zero_attn:

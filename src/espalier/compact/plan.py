@@ -85,15 +85,20 @@ def _found(trace: Trace, align: int) -> Plan:
     return found
 
 
-def _keep_unused(trace: Trace) -> None:
-    """What the outputs would not depend on if every weight were nonzero: only training uses it."""
-    used = Plan(trace.units.roots(), torch.zeros(len(trace.units.roots()), dtype=torch.bool))
+def unused(trace: Trace) -> dict[Slot, Tensor]:
+    """Units that the outputs would not depend on if every weight were nonzero: what was run does not use them."""
+    roots = trace.units.roots()
+    used = Plan(roots, torch.zeros(len(roots), dtype=torch.bool))
     used.live[RIGID] = True
     _spread(trace, used, dense=True)
-    for (name, _), labels in trace.slots.items():
-        if not used.stays(labels).all():
-            trace.units.pin(labels[~used.stays(labels)])
-            trace.tell(name.rpartition(".")[0] or name, "not used in eval mode, and kept for training")
+    rest = {slot: labels[~used.stays(labels)] for slot, labels in trace.slots.items()}
+    return {slot: labels for slot, labels in rest.items() if len(labels)}
+
+
+def _keep_unused(trace: Trace) -> None:
+    for (name, _), labels in unused(trace).items():
+        trace.units.pin(labels)
+        trace.tell(name.rpartition(".")[0] or name, "not used in eval mode, and kept for training")
 
 
 def _together(trace: Trace) -> None:

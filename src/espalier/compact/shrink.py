@@ -18,7 +18,7 @@ from espalier.compact.denormals import denormal
 from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
 from espalier.compact.nothing import nothing_left
 from espalier.compact.optimizer import carried_over
-from espalier.compact.plan import Care, Plan, plan, shared_folds, tell_zeros
+from espalier.compact.plan import Care, Plan, plan, shared_folds, tell_zeros, unused
 from espalier.compact.probe import found_for, record
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
@@ -305,20 +305,41 @@ def _remove(
 
 
 def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str]) -> Trace:
-    """Of a copy. What it leaves on its modules is a result: `left` by name, and all that hooks hold."""
-    model = for_a_run(model)
+    """Of a copy, in eval mode; and in training mode too, if that may use layers which eval mode does not."""
+    trace = _traced(for_a_run(model), inputs, ignore, left)
+    run = {name for name, _ in trace.slots}
+    if unused(trace) or any(p.dim() and name not in run for name, p in model.named_parameters()):
+        try:
+            trace = _traced(copied(model), inputs, ignore, left, training=True)
+        except Exception as error:
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            trace.tell(
+                "", f"some layers only training uses, and it fails on the examples, so that they may not fit: {why}"
+            )
+    trace.readers[:] = shared_folds(trace.readers)
+    return trace
+
+
+def _traced(
+    model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str], training: bool = False
+) -> Trace:
+    """What it leaves on its modules is a result: `left` by name, and all that hooks hold."""
     registered = {id(x): x for x in (*model.parameters(), *model.buffers())}
     tracer = Tracer(model, ignore)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it goes past the modules
     try:
         try:
-            trace = tracer.run(*cloned(inputs))
+            tracer.run(*cloned(inputs))
         except ShrinkError:
             raise
         except Exception:  # code may want integers that are nothing more
             tracer = Tracer(model, ignore, follow=False)
-            trace = tracer.run(*cloned(inputs))
+            tracer.run(*cloned(inputs))
+        _pin_left(tracer, registered, left)
+        if training:
+            tracer.run_training(*cloned(inputs))
+            _pin_left(tracer, registered, left)
     except ShrinkError:
         raise
     except Exception as error:
@@ -330,12 +351,16 @@ def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collecti
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+    return tracer.trace
+
+
+def _pin_left(tracer: Tracer, registered: Mapping[int, Tensor], left: Collection[str]) -> None:
+    """Keep the channels of results that were left on modules."""
+    model = tracer.model
     mine = {name: x for name, x in results(model, set(registered)).items() if name in left}
     for x in (*mine.values(), *(x for name, x in left_behind(model, hooks=True) if "_hooks" in name)):
         if id(x) not in registered:
-            trace.units.pin(tracer.label(x))
-    trace.readers[:] = shared_folds(trace.readers)
-    return trace
+            tracer.trace.units.pin(tracer.label(x))
 
 
 def _restore(model: nn.Module, modes: dict[str, bool]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,19 @@ class Tracer(TorchFunctionMode):
             out = self.model(*args, **kwargs)
         for x in tensors_in(out):
             self.trace.units.pin(self.label(x))
+        return self.trace
+
+    def run_training(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace:
+        """What training mode does beside: layers that eval does not use are read like others then."""
+        first, read = len(self.trace.readers), {r.weight for r in self.trace.readers}
+        for module in self.model.modules():  # not model.train(): models override it
+            module.training = True
+        self.run(args, kwargs)
+        self.trace.readers[:] = [
+            r if i < first else replace(r, folds=r.folds & False)
+            for i, r in enumerate(self.trace.readers)
+            if i < first or r.weight not in read
+        ]
         return self.trace
 
     def _as_one(self, name: str, module: nn.Module, rule: Any) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from espalier.compact.attributes import followed
 from espalier.compact.rules.channelwise import along, batch_norm, instance_norm, norm_over, pool, prelu, reduce
 from espalier.compact.rules.common import Arguments, Rule, RuleError, Unknown, names
 from espalier.compact.rules.moves import chunk, cut, fresh, item, join, move, pad, reshape
-from espalier.compact.rules.pointwise import cast_type, pointwise
+from espalier.compact.rules.pointwise import cast_type, noise, pointwise
 from espalier.compact.rules.products import addmm, attention, conv, conv_transpose, embedding, linear, matmul
 from espalier.compact.trace import Tracer
 from espalier.compact.walk import tensors_in
@@ -90,7 +90,8 @@ def _note(
     rule, understood = RULES.get(name), False
     tracer.slotted.clear()
     try:
-        if rule is None or "out" in kwargs:
+        # labels have no entries where a tensor has none
+        if rule is None or "out" in kwargs or not all(x.numel() for x in (*given, *tensors_in(out))):
             raise Unknown
         rule(tracer, name, _by_name(rule, args, kwargs), out)
         understood = True
@@ -136,6 +137,7 @@ def _by_name(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argum
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_POINTWISE, pointwise),
+    **dict.fromkeys(("rand_like", "randn_like", "empty_like"), noise),
     **dict.fromkeys(_CASTS, cast_type),
     **dict.fromkeys(_RESHAPES, reshape),
     **dict.fromkeys(_MOVES, move),

@@ -70,6 +70,11 @@ def cast_type(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     tracer.set(out, tag.label, tag.constant)
 
 
+def noise(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
+    """New numbers for each entry, which are no constants."""
+    tracer.set(out, tracer.label(a["args"][0]))
+
+
 def _fixed(tracer: Tracer, x: Tensor, tag: Tag) -> Tensor:
     """Which entries of an operand are the same for every input; parameters and buffers are."""
     return torch.ones((), dtype=torch.bool).expand(x.shape) if tracer.name(x) else tag.constant

@@ -74,7 +74,7 @@ def conv_transpose(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None
 def columns_of(tracer: Tracer, x: Tensor, dim: int) -> Tensor | None:
     """The units along the one dimension that a product reads; None where they vary along another."""
     label = tracer.label(x)
-    if varies(label) not in ([], [dim % x.dim()]):
+    if varies(label) not in ([], [dim % x.dim()]) or not x.numel():
         return None
     return label.movedim(dim, 0).flatten(1)[:, 0] if x.dim() > 1 else label
 
