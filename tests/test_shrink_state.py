@@ -346,3 +346,25 @@ def test_a_fault_anywhere_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(espalier.ShrinkError, match="IndexError: out of range") as caught:
         shrunk(Net(plain))
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_cache_of_keys_and_values_holds_no_head_back() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.OPTConfig(
+        vocab_size=30, hidden_size=32, ffn_dim=16, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=32,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.OPTModel(config).eval()
+    attention = model.decoder.layers[0].self_attn
+    with torch.no_grad():
+        attention.out_proj.weight[:, :16] = 0
+    ids = torch.randint(30, (2, 6))
+    small = espalier.shrink(model, ids, **QUICK).model
+    assert small.decoder.layers[0].self_attn.out_proj.in_features == 16
+    # one more token, with the keys and values of those before
+    steps = []
+    for each in (model, small):
+        with torch.no_grad():
+            past = each(ids, use_cache=True).past_key_values
+            steps.append(each(ids[:, :1], past_key_values=past).last_hidden_state)
+    torch.testing.assert_close(*steps)

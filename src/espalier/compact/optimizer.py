@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from espalier.compact.layout import select
@@ -31,14 +33,16 @@ def carried_over(optimizer: Optimizer, model: nn.Module, kept: Kept, dense: dict
     groups: list[Group] = []
     pairs: list[tuple[Tensor, Tensor, dict[int, Tensor]]] = []
     fresh = _fresh(model, kept, dense)
+    parts = {id(m.weight): m.groups for m in model.modules() if isinstance(m, _ConvNd)}
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        made: dict[Any, Group] = {}
+        made: list[Group] = []
 
-        def put(p: Tensor, own: Group, made: dict[Any, Group] = made) -> None:
-            made.setdefault(own.get("penalty"), {**own, "params": []})["params"].append(
-                (named.get(id(p), "?"), p) if named else p
-            )
+        def put(p: Tensor, own: Group, made: list[Group] = made) -> None:
+            same = (g for g in made if all(g.get(k) == own.get(k) for k in ("penalty", "grouping")))
+            if (found := next(same, None)) is None:
+                made.append(found := {**own, "params": []})
+            found["params"].append((named.get(id(p), "?"), p) if named else p)
 
         for p in group["params"]:
             own = names.get(id(p))
@@ -46,10 +50,10 @@ def carried_over(optimizer: Optimizer, model: nn.Module, kept: Kept, dense: dict
             small = p if own is None else get(model, kept.renamed.get(own, own)) if own not in kept.gone else None
             if small is not None:
                 pairs.append((p, small, kept.index.get(own or "", {})))
-                put(small, options | _penalty_of_dense(group, p, small))
+                put(small, options | _regularization(group, p, small, parts.get(id(small))))
             for q in fresh.pop(own.rpartition(".")[0], []) if own else ():
                 put(q, options | ({"penalty": None, "grouping": None} if "penalty" in options else {}))
-        groups += made.values()
+        groups += made
     accepted = inspect.signature(type(optimizer)).parameters
     new: Optimizer = type(optimizer)(groups, **{k: v for k, v in optimizer.defaults.items() if k in accepted})
     for old, now, index in pairs:
@@ -73,14 +77,23 @@ def _fresh(model: nn.Module, kept: Kept, dense: dict[str, nn.Parameter]) -> dict
     return found
 
 
-def _penalty_of_dense(group: Group, p: Tensor, small: Tensor) -> Group:
-    """The penalty with the weight that the dense layer's groups had: √(group size) would change with the size."""
-    penalty = group.get("penalty")
-    if penalty is None or getattr(penalty, "weight", 0.0) is not None or p.shape == small.shape:
+def _regularization(group: Group, p: Tensor, small: Tensor, parts: int | None) -> Group:
+    """The grouping for as many groups of channels as the smaller convolution has, and the penalty with the weight that
+    the dense layer's groups had: √(group size) would change with the size."""
+    penalty, grouping = group.get("penalty"), group.get("grouping")
+    if penalty is None or grouping is None or p.shape == small.shape:
         return {}
-    before, after = (partition_of(group["grouping"], x.shape) for x in (p, small))
-    weight = group_weight(None, before)
-    return {} if group_weight(None, after) == weight else {"penalty": dataclasses.replace(penalty, weight=weight)}
+    changed: Group = {}
+    its = grouping
+    if grouping.layout.parts > 1 and parts is not None:
+        its = dataclasses.replace(grouping, layout=dataclasses.replace(grouping.layout, parts=parts))
+        changed["grouping"] = its
+    if getattr(penalty, "weight", 0.0) is None:
+        weight = group_weight(None, partition_of(grouping, p.shape))
+        if group_weight(None, partition_of(its, small.shape)) != weight:
+            changed["penalty"] = copy.copy(penalty)
+            object.__setattr__(changed["penalty"], "weight", weight)  # it may be a frozen dataclass, or none
+    return changed
 
 
 def _sliced(key: str, value: Any, p: Tensor, index: dict[int, Tensor]) -> Any:

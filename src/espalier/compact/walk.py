@@ -41,12 +41,15 @@ _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
 
 
-def leaves(values: Any, path: str = "", own: Container[nn.Module] | None = None) -> Iterator[tuple[str, Any]]:
+def leaves(
+    values: Any, path: str = "", own: Container[nn.Module] | None = None, *, caches: bool = False
+) -> Iterator[tuple[str, Any]]:
     """The tensors in nested values, each with its place, in an order that equal values share.
 
     Mappings, sequences, nodes of pytree, closures and the attributes of any object are opened, each object once. A leaf
     that is not a tensor is an array of NumPy, or an object that cannot be opened, such as a generator. Modules are
-    opened only if `own` is given and does not contain them.
+    opened only if `own` is given and does not contain them. Caches of keys and values are opened only if `caches`: they
+    hold as many heads as the model has, and it alone reads them.
     """
     seen: dict[int, Any] = {}  # it also keeps objects alive, so that no id is used twice
     waiting = [(path, values)]
@@ -56,13 +59,17 @@ def leaves(values: Any, path: str = "", own: Container[nn.Module] | None = None)
             yield path, x
         elif type(x) not in _SIMPLE and not isinstance(x, _PLAIN) and id(x) not in seen:
             seen[id(x)] = x
-            if isinstance(x, nn.Module) and (own is None or x in own):
+            if (isinstance(x, nn.Module) and (own is None or x in own)) or (not caches and _is_cache(x)):
                 continue
             inside = _opened(x)
             if inside is None:
                 yield path, x
             else:
                 waiting += [(path + key, value) for key, value in reversed(inside)]
+
+
+def _is_cache(x: Any) -> bool:
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(x).__mro__)
 
 
 def _opened(x: Any) -> list[tuple[str, Any]] | None:
@@ -130,7 +137,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def mapped(values: T, change: Callable[[Tensor], Tensor]) -> T:
     """A deep copy with other tensors."""
-    memo: dict[int, Any] = {id(x): change(x) for x in tensors_in(values)}
+    memo: dict[int, Any] = {id(x): change(x) for _, x in leaves(values, caches=True) if isinstance(x, Tensor)}
     return copy.deepcopy(values, memo)
 
 
