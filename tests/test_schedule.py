@@ -177,8 +177,28 @@ def test_a_last_stage_too_short_for_the_ramp_is_warned_of() -> None:
 
 def test_a_run_too_short_for_any_milestone_says_how_many_steps_it_needs() -> None:
     _, optimizer = make(OPTIMIZERS[0], momentum=0.99)
-    with pytest.warns(UserWarning, match=r"9990 more optimizer steps"):
+    with pytest.warns(UserWarning, match=r"9990 more optimizer steps.*once an epoch, give steps_per_call"):
         espalier.StagewiseRestart(optimizer, [90], total_steps=100)
+
+
+def test_an_optimizer_that_knows_the_length_of_the_run_needs_no_long_last_stage() -> None:
+    (w, go), total = regression(), 40
+    optimizer = espalier.RAMDA(penalised(w), lr=0.1, total_steps=total)
+    schedule = espalier.StagewiseRestart(optimizer, [20], total_steps=total)  # and so warns of nothing
+    for seed in range(total):
+        go(optimizer, seed)
+        schedule.step()
+    assert (w == 0).any()
+
+
+def test_a_rebuilt_optimizer_goes_on_where_the_run_was() -> None:
+    """As shrunk.optimizer is: from the groups of the old one."""
+    w, go = regression()
+    optimizer = espalier.RAMDA(penalised(w), total_steps=20)
+    for seed in range(5):
+        go(optimizer, seed)
+    rebuilt = espalier.RAMDA(optimizer.param_groups, total_steps=20)
+    assert rebuilt.param_groups[0]["steps"] == 5
 
 
 @pytest.mark.parametrize(
@@ -429,6 +449,16 @@ def test_what_is_written_into_the_weights_after_eval_stays() -> None:
         w.fill_(3.0)  # as when the best model is loaded at the end
     optimizer.train()
     assert (w == 3).all()
+
+
+@pytest.mark.parametrize("key", ["last", "weight"])
+def test_a_point_of_another_shape_is_refused(key: str) -> None:
+    w, optimizer = make(DUAL_AVERAGING[0])
+    step(w, optimizer)
+    saved = optimizer.state_dict()
+    saved["state"][0] = {**saved["state"][0], key: torch.ones(1)}
+    with pytest.raises(ValueError, match=f"{key!r} for .* has shape"):
+        optimizer.load_state_dict(saved)
 
 
 def test_methods_that_hold_z_anyway_have_nothing_to_swap() -> None:

@@ -33,7 +33,7 @@ from espalier.checks import (
 from espalier.groupings import Element, Grouping, as_grouping, partition_of
 from espalier.kernels import Fused
 from espalier.optim.arithmetic import average, follow
-from espalier.optim.checkpoint import OBJECTS, as_text, check_fits, named
+from espalier.optim.checkpoint import OBJECTS, POINTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
 from espalier.optim.emptied import warn_of_emptied
@@ -627,7 +627,7 @@ class StructuredOptimizer(Optimizer, ABC):
 
         groups: list[Group] = []
         state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-        points: dict[str, dict[Tensor, Tensor]] = {"last": {}, "weight": {}}
+        points: dict[str, dict[Tensor, Tensor]] = {k: {} for k in POINTS}
         for saved, here in zip(saved_groups, self.param_groups, strict=True):
             for k in DEVICE_OPTIONS & saved.keys():
                 if here["capturable"] and isinstance(here[k], Tensor):
@@ -655,7 +655,7 @@ class StructuredOptimizer(Optimizer, ABC):
         """Into a checkpoint: the z that a restart left, and the weights if eval() took them away."""
         weights = {p: w for p, w, _ in self._away or ()} if self._evaluating else {}
         number = {p: i for i, (_, p, _) in enumerate(self._parameters())}
-        for k, points in (("last", self._last_points()), ("weight", weights)):
+        for k, points in zip(POINTS, (self._last_points(), weights), strict=True):
             for p, x in points.items():
                 saved["state"][number[p]] = {**saved["state"][number[p]], k: x}
 

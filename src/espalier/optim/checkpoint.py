@@ -16,6 +16,8 @@ Group: TypeAlias = dict[str, Any]
 OBJECTS = ("penalty", "grouping", "solver")
 # Of these, what must be the same there and here.
 _COMPARED = ("penalty", "grouping")
+# What a checkpoint has only now and then: the z that a restart left, and the weights if eval() took them away.
+POINTS = ("last", "weight")
 # Modules that wrappers put around a model, and so into the names of its parameters.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -85,7 +87,8 @@ def check_fits(optimizer: StructuredOptimizer, groups: list[Group], state: dict[
         for key, (p, name) in zip(saved["params"], named(here, j), strict=True):
             if key not in state:
                 continue
-            expected_shapes = dict.fromkeys(optimizer.clock, ()) | {k: tuple(p.shape) for k in buffers}
+            like_p = (*buffers, *(k for k in POINTS if k in state[key]))
+            expected_shapes = dict.fromkeys(optimizer.clock, ()) | {k: tuple(p.shape) for k in like_p}
             for k, shape in expected_shapes.items():
                 if k not in state[key]:
                     raise ValueError(

@@ -41,10 +41,8 @@ class DualAveraging(StructuredOptimizer):
     def _begin_step(self) -> None:
         for group in self.param_groups:
             group["steps"] += 1  # in place where it is a tensor, which a captured graph reads
-            if group["total_steps"] is None:
-                continue
-            floor = final_ramp(group["steps"], group["total_steps"], 1 - group["momentum"])
-            set_option(group, "floor", floor)
+            if group["total_steps"] is not None:
+                set_option(group, "floor", final_ramp(group["steps"], group["total_steps"], 1 - group["momentum"]))
 
     def _tick(self, clock: Clock, group: Group) -> Clock:
         t = clock["step"] + 1

@@ -141,10 +141,11 @@ class StagewiseRestart(LRScheduler):
                 way_out += f", or {milestone} as the last milestone"
             else:
                 way_out += f", or {needed - stage} more optimizer steps"
+            hint = "If step() is called once an epoch, give steps_per_call=len(loader). " if steps_per_call == 1 else ""
             warnings.warn(
                 f"with momentum {momentum:g} the weights are exactly structured only after {needed} steps of the last "
-                f"stage, and it has {stage}: {way_out}. Or build the optimizer with total_steps=, the "
-                "optimizer steps of the whole run. Otherwise deliver optimizer.structured() in place of the weights.",
+                f"stage, and it has {stage}: {way_out}. {hint}Or build the optimizer with total_steps=, the optimizer "
+                "steps of the whole run. Otherwise deliver optimizer.structured() in place of the weights.",
                 stacklevel=3,
             )
 
