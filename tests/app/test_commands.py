@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import pytest
@@ -365,3 +367,88 @@ def test_a_signal_ends_with_a_checkpoint_and_the_way_on(number: int, code: int, 
     assert process.returncode == code
     assert_one_line(err, r"stopped at step \d+, checkpoint written. The same command with --resume goes on.")
     assert (tmp_path / "runs/digits/ramda-0/checkpoint.pt").exists()
+
+
+NOT_UTF8 = os.fsdecode(b"t\xff")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are bytes")
+def test_names_that_are_not_utf8(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in ([*TRAIN, f"--out={NOT_UTF8}"], ["compare", "digits", f"--out={NOT_UTF8}"]):
+        assert call(*words) == 2
+        assert_one_line(capfd.readouterr().err, r"--out 't\\udcff.*is not UTF-8")
+    # a name that only stands beside
+    Path(NOT_UTF8).mkdir()
+    Path(NOT_UTF8, "mine.yaml").write_text(Path(str(cookbook_file())).read_text())
+    assert call("train", f"{NOT_UTF8}/mine.yaml", "--device=cpu", *SETS, "--out=run") == 0
+    assert "udcff" in json.loads(Path("run/run.json").read_text())["command"].encode("unicode_escape").decode()
+    assert call("report", "run", f"--out={NOT_UTF8}.html") == 0
+    assert Path(f"{NOT_UTF8}.html").stat().st_size
+    assert call("report", NOT_UTF8) == 2
+
+
+def cookbook_file() -> Traversable:
+    return resources.files("espalier.app") / "recipes/digits.yaml"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links")
+def test_a_link_to_itself_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("loop").symlink_to("loop")
+    for words in (
+        ["report", "loop"], ["report", "loop", "loop"], ["shrink", "loop"], [*TRAIN, "--out=loop"],
+        ["train", "mnist-logreg", "--data=loop", "--device=cpu"], ["data", "loop"],
+    ):  # fmt: skip
+        assert call(*words) == 2, words
+        assert_one_line(capfd.readouterr().err, "loop")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "there is not enough memory"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+            "not enough memory",
+        ),
+        (ImportError("libx.so: failed to map segment from shared object"), "a package can't be loaded: libx.so"),
+        (ImportError("libx.so: cannot allocate memory in static TLS block"), "there is not enough memory"),
+    ],
+)
+def test_what_the_machine_can_not_do_is_one_line(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr("espalier.app.commands.app", app)
+    assert call("recipes") == 2
+    assert_one_line(capfd.readouterr().err, said)
+
+
+def test_lost_metrics_of_a_finished_run(capfd: pytest.CaptureFixture[str]) -> None:
+    one = ["compare", "digits", "--device=cpu", "--methods=ramda", *SETS]
+    assert call(*one) == 0
+    run = Path("runs/digits/ramda-0")
+    facts = json.loads((run / "run.json").read_text())
+    good = (run / "metrics.jsonl").read_text()
+    capfd.readouterr()
+    line = json.loads(good.splitlines()[0])
+    strange = {
+        "empty": "",
+        "no weights": json.dumps({"step": 3}) + "\n",
+        "no structured": json.dumps({**line, "weights": {}, "structured": {}}) + "\n",
+        "words": json.dumps({**line, "structured": 3}) + "\n",
+        "no time": json.dumps({**line, "step_ms": "x"}) + "\n",
+    }
+    for case, text in strange.items():
+        (run / "metrics.jsonl").write_text(text)
+        assert call(*one) == 2, case
+        assert_one_line(capfd.readouterr().err, "metrics.jsonl is damaged, or was changed")
+        # of an older version, without digests
+        (run / "run.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "sha256"}))
+        assert call(*one) == 2, case
+        assert_one_line(capfd.readouterr().err, r"metrics.jsonl is (empty or )?damaged.*[Rr]estore it")
+        (run / "run.json").write_text(json.dumps(facts))
+    (run / "metrics.jsonl").unlink()
+    assert call(*TRAIN, "--resume") == 2
+    assert_one_line(capfd.readouterr().err, r"is finished, and metrics.jsonl is empty or gone: restore it from a copy")

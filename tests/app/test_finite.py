@@ -114,7 +114,7 @@ def test_a_run_with_skipped_batches_says_so_and_ends(tmp_path: Path, monkeypatch
         def say(self, line: str) -> None:
             told.append(line)
 
-    poison(monkeypatch, 7, 9, 13)
+    poison(monkeypatch, 6, 9, 13)  # the first of them right after a look
     run = train(job_of(tmp_path, "skip_nonfinite=true"), Listener())
     assert [look["skipped"] for look in run.looks()] == [0, 2, 1, 0]
     assert "Skipped 2 batches with NaN or Inf up to step 10." in told
@@ -193,7 +193,7 @@ def test_a_device_that_is_not_read_at_each_step_is_checked_before_it_is_saved(
     job = job_of(tmp_path)
     job = replace(job, recipe=job.recipe.model_copy(update={"save_minutes": 1e9}))
     training = Training(job, Run(job.out), make_accelerator(job), Silent())
-    training.at_once = False
+    training.watch.at_once = False
     poison(monkeypatch, 8)
     with pytest.raises(Diverged, match=r"at step 10 \(it was finite at step 5\).*There is no checkpoint yet"):
         training.go()

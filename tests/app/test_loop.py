@@ -393,6 +393,50 @@ def test_a_stopped_run_says_so(tmp_path: Path) -> None:
     assert read(job.out).facts["status"] == "stopped"
 
 
+class Listener(StopAt):
+    """Remembers what is said."""
+
+    def __init__(self, step: int = -1) -> None:
+        super().__init__(step)
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+def test_lost_evaluations_and_another_number_of_threads_are_said_at_resume(tmp_path: Path) -> None:
+    whole = train(small.job("digits", tmp_path, out="whole"), Silent())
+    job = small.job("digits", tmp_path)
+    with pytest.raises(Stopped):
+        train(job, StopAt(12))
+    run = read(job.out)
+    lines = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text(lines[1])
+    run.update(environment={**run.facts["environment"], "threads": 77})
+    heard = Listener()
+    finished = train(job, heard, resume=True)
+    assert any("holds 1 of the 2 evaluations up to step 12: the others are lost" in line for line in heard.said)
+    assert any(line.startswith("This run used 77 threads before and uses 1 now") for line in heard.said)
+    assert outcome(finished)[1] == outcome(whole)[1][1:]
+    assert finished.model.read_bytes() == whole.model.read_bytes()
+    heard = Listener()
+    finished.model.unlink()
+    run.metrics.write_text("".join(whole.metrics.read_text().splitlines(keepends=True)))
+    run.update(**{**read(run.path).facts, "sha256": {}})
+    train(job, heard, resume=True)
+    assert not any("evaluations" in line or "threads" in line for line in heard.said)
+
+
+def test_an_evaluation_is_on_the_disk_before_a_checkpoint_counts_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    run = Run(tmp_path)
+    run.add({"step": 1, "weights": {}})
+    assert synced == [run.metrics.stat().st_size]
+
+
 def test_runs_on_other_data_are_not_taken_for_the_same(tmp_path: Path) -> None:
     job = small.job("mnist-logreg", tmp_path)
     train(job, Silent())

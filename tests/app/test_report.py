@@ -17,10 +17,11 @@ from browser import ask
 
 from espalier.app.errors import Problem
 from espalier.app.picks import picked
-from espalier.app.report import write_report
+from espalier.app.report import looks, write_report
 from espalier.app.report.chart import Line, Style, lines, thin
+from espalier.app.report.looks import Look
 from espalier.app.report.plots import stages
-from espalier.app.report.runs import Info, Look, Run
+from espalier.app.report.runs import Info, Run
 
 PAPER = {
     "ramda": {"quality": 92.89, "structure": 86.31},
@@ -386,6 +387,28 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     assert "Dense, structured, shrunk" not in page
 
 
+def test_a_million_evaluations_are_thinned_but_for_those_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "MOST", 10)
+    lines = [
+        {"step": n, "epoch": n, "weights": {"structure": 50.0 if n == 3 else 0.0}, "flipped": int(n == 77)}
+        for n in range(1, 1000)
+    ]
+    lines[500]["train_loss"] = math.nan
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = looks.read_looks(path, finished=True)
+    assert {3, 77, 501, 999} <= {look.step for look in found}
+    assert len(found) < 20
+    assert picked([look.model_dump() for look in found], "most-structured")["step"] == 3
+    path.write_text(path.read_text() + '{"step": 1000, "ep')  # being written
+    assert looks.read_looks(path, finished=False) == found
+    path.write_text(path.read_text() + "\n" + json.dumps(lines[0]) + "\n")
+    with pytest.raises(Problem, match=r"line 1000 cannot be read.*delete this line"):
+        looks.read_looks(path, finished=False)
+
+
 def test_a_run_that_diverged_is_named(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", epochs=12)
     looks = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -462,9 +485,9 @@ def damaged(run: Path, name: str, content: bytes | None) -> None:
         ("run.json", b"{}", "run.json cannot be read: recipe: Field required"),
         ("run.json", BINARY, "run.json cannot be read: 'utf-8' codec can't decode"),
         ("run.json", DEEP, "run.json cannot be read: maximum recursion depth exceeded"),
-        ("metrics.jsonl", None, "has no metrics yet"),
-        ("metrics.jsonl", b'{"step": 1, "ep', "has no metrics yet"),
-        ("metrics.jsonl", BINARY, "has no metrics yet"),
+        ("metrics.jsonl", None, "is finished, and metrics.jsonl is empty or gone: restore it"),
+        ("metrics.jsonl", b'{"step": 1, "ep', "is finished, and metrics.jsonl is empty or gone: restore it"),
+        ("metrics.jsonl", BINARY, "is finished, and metrics.jsonl is empty or gone: restore it"),
         ("structure.json", b'[{"name": "fc"}]', "structure.json cannot be read: 0.shape: Field required"),
         ("structure.json", b"{}", "structure.json cannot be read: the whole: Input should be a valid list"),
         ("structure.json", b"[1]", "structure.json cannot be read: 0: Input should be a valid dictionary"),

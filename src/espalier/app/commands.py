@@ -16,7 +16,7 @@ from rich.text import Text
 
 from espalier import __version__
 from espalier.app import cookbook, names
-from espalier.app.errors import Problem, short
+from espalier.app.errors import Problem, short, shown
 from espalier.app.recipe import Recipe
 from espalier.app.run import Job
 
@@ -244,6 +244,10 @@ def make_job(name: str, recipe: Recipe, method: str, seed: int, out: Path | None
     root, hub = where_data_are(data)
     stem = Path(name).stem if name.endswith((".yaml", ".yml")) else name
     where = out or Path("runs") / stem / f"{method}-{seed}"
+    try:
+        str(where).encode()
+    except UnicodeEncodeError:
+        raise Problem(f"--out {shown(str(where))}: this name is not UTF-8, as TensorBoard needs it") from None
     command = shlex.join(["espalier", *sys.argv[1:]])
     return Job(stem, recipe.only(method), method, seed, where, root, hub, device, command)
 

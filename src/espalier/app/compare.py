@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from espalier.app import names
+from espalier.app.errors import Problem, one_line
 from espalier.app.loop import train
 from espalier.app.picks import picked
 from espalier.app.processes import train_side_by_side
@@ -33,21 +34,44 @@ class Row:
     paper_structure: Spread | None = None
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What one run shows in its row."""
+
+    quality: float
+    structure: float | None
+    epoch: float
+    step_ms: tuple[float, ...]
+
+
+def _numbers(run: Run, pick: str) -> Numbers:
+    looks = run.looks()
+    try:
+        look = picked(looks, pick)
+        seen = look.get("structured") or look["weights"]
+        structure = float(seen["structure"]) if "structure" in seen else None
+        times = tuple(float(x["step_ms"]) for x in looks)
+        return Numbers(float(seen[run.facts["metric"]]), structure, float(look["epoch"]), times)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Problem(
+            f"{run.metrics} is empty or damaged ({one_line(error)}): restore it from a copy, or delete {run.path} and "
+            "run the same command again"
+        ) from error
+
+
 def rows(recipe: Recipe, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
     """A row for each method, from its finished runs."""
     made = []
     for method, finished in runs.items():
-        looks = [picked(run.looks(), recipe.methods[method].pick) for run in finished]
-        seen = [look["structured"] or look["weights"] for look in looks]
-        metric = finished[0].facts["metric"]
+        numbers = [_numbers(run, recipe.methods[method].pick) for run in finished]
         paper = recipe.paper.get(method)
         made.append(
             Row(
                 method,
-                tuple(x[metric] for x in seen),
-                tuple(x["structure"] for x in seen if "structure" in x),
-                statistics.median(look["step_ms"] for run in finished for look in run.looks()),
-                statistics.fmean(look["epoch"] for look in looks),
+                tuple(x.quality for x in numbers),
+                tuple(x.structure for x in numbers if x.structure is not None),
+                statistics.median(ms for x in numbers for ms in x.step_ms),
+                statistics.fmean(x.epoch for x in numbers),
                 paper.quality if paper else None,
                 paper.structure if paper else None,
             )

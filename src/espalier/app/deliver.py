@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -207,7 +208,7 @@ def _row(
 def _dense_beside(run: Run) -> Run | None:
     """A finished dense run with the same settings in the directory beside, of the same seed if there is one."""
     found = []
-    for path in sorted(run.path.resolve().parent.glob("*/run.json")):
+    for path in sorted(Path(os.path.realpath(run.path)).parent.glob("*/run.json")):
         try:
             other = read(path.parent)
         except Problem:  # a damaged neighbour is no concern of this run

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from espalier.app.checkpoint import Position
 from espalier.app.errors import Problem
 from espalier.app.run import Job
 
@@ -35,18 +40,6 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str
         for key, value in state.items():
             if isinstance(value, Tensor):
                 yield f"the optimizer's {key} of {names[p]}", value
-
-
-def way_on(job: Job, checkpoint: int | None) -> str:
-    """The end of a message about NaN or Inf: the causes, and how to go on."""
-    start = "There is no checkpoint yet, so the same command with --resume begins anew"
-    if checkpoint is not None:
-        start = f"The checkpoint of step {checkpoint} is finite: the same command with --resume goes on from there"
-    return (
-        "training has diverged. Either the data hold NaN or Inf, or the learning rate is too large. "
-        f"{start}. Add --set skip_nonfinite=true to skip such batches, or try a smaller lr, "
-        f"--set methods.{job.method}.lr={job.chosen.lr / 3:.1g}"
-    )
 
 
 class Skip:
@@ -81,3 +74,69 @@ class Skip:
         self.skipped += ~finite
         self.finite = finite
         return carry if not carry or finite else self.carry
+
+
+class Watch:
+    """Looks for NaN and Inf where that costs nothing: in what is read anyway, and before it is saved.
+
+    A CPU knows each loss at once. A GPU is not waited for: its message says between which steps it happened.
+    """
+
+    def __init__(
+        self, job: Job, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, total: Tensor, at: Position
+    ) -> None:
+        self.job, self.model, self.optimizer, self.at = job, model, optimizer, at
+        self.skip = Skip(model, total) if job.recipe.skip_nonfinite else None
+        # another process would wait for us in vain
+        self.at_once = accelerator.device.type == "cpu" and accelerator.num_processes == 1 and self.skip is None
+        self.kept: int | None = None  # the step of the last checkpoint
+        self.sound = at.step  # up to which all was finite
+
+    def batch(self, loss: Tensor) -> None:
+        """Refuse a batch before it changes anything, if its loss is on the host anyway."""
+        if self.at_once and not math.isfinite(seen := loss.item()):
+            raise self._diverged(f"the training loss is {seen} at step {self.at.step + 1}")
+
+    def count_skipped(self) -> None:
+        """Take the skipped batches out of those that the sum of the losses is over."""
+        if self.skip is None:
+            return
+        skipped = int(self.skip.skipped) * self.job.recipe.accumulate
+        self.at.batches -= skipped
+        self.at.skipped += skipped
+        self.skip.skipped.zero_()
+
+    def some_left(self) -> None:
+        """Refuse a mean loss over no batch at all."""
+        if not self.at.batches:
+            raise self._diverged(f"all batches between step {self.sound} and step {self.at.step} hold NaN or Inf")
+
+    def state(self) -> None:
+        """Refuse to save what is not finite, in any process, over a checkpoint that is."""
+        bad = first_nonfinite(training_state(self.model, self.optimizer))
+        if not math.isfinite(self.at.loss):
+            bad = "the training loss"
+        found = [name for name in gather_object([bad]) if name is not None]
+        if found:
+            raise self._diverged(f"{found[0]} became NaN or Inf between step {self.sound} and step {self.at.step}")
+        self.sound = self.at.step
+
+    def look(self, look: dict[str, Any]) -> None:
+        """Refuse to go on with numbers that are not finite."""
+        values = {"train_loss": look["train_loss"], **look["weights"], **(look["structured"] or {})}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                since = f" (it was finite at step {self.sound})" if self.sound < look["step"] - 1 else ""
+                raise self._diverged(f"{name} is {value} at step {look['step']}{since}")
+        self.sound = self.at.step
+
+    def _diverged(self, what: str) -> Diverged:
+        start = "There is no checkpoint yet, so the same command with --resume begins anew"
+        if self.kept is not None:
+            start = f"The checkpoint of step {self.kept} is finite: the same command with --resume goes on from there"
+        method = self.job.method
+        return Diverged(
+            f"{what}: training has diverged. Either the data hold NaN or Inf, or the learning rate is too large. "
+            f"{start}. Add --set skip_nonfinite=true to skip such batches, or try a smaller lr, "
+            f"--set methods.{method}.lr={self.job.chosen.lr / 3:.1g}"
+        )

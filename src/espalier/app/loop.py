@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from espalier.app import checkpoint
+from espalier.app.announce import announce
 from espalier.app.checkpoint import Position
 from espalier.app.data import Order, open_data
 from espalier.app.deliver import deliver
 from espalier.app.digest import digests
 from espalier.app.errors import Problem, Stopped, one_line
-from espalier.app.finite import Diverged, Skip, first_nonfinite, training_state, way_on
+from espalier.app.finite import Diverged, Watch
 from espalier.app.graph import Replay
-from espalier.app.lock import locked
 from espalier.app.look import Looker
-from espalier.app.machine import clock, denormals_as_zeros, make_accelerator
+from espalier.app.machine import clock, denormals_as_zeros, locked_together, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule, rescale_lr
-from espalier.app.names import MEASURES
 from espalier.app.progress import Progress, Silent
 from espalier.app.recipe import STRUCTURED, Solver
-from espalier.app.run import Job, Run, begin, check_place, environment
+from espalier.app.run import Job, Run, begin, check_place
 from espalier.app.signals import Signals
 from espalier.app.tasks import open_task
 
@@ -43,7 +40,7 @@ def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
     """
     accelerator = make_accelerator(job)
     check_place(job.out)
-    with _locked(job, accelerator):
+    with locked_together(job.out, "train", accelerator):
         run = begin(job, resume=resume)
         accelerator.wait_for_everyone()  # nobody writes before all have looked
         run.verify()
@@ -52,22 +49,6 @@ def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
             return run
         with denormals_as_zeros():
             return Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
-
-
-@contextmanager
-def _locked(job: Job, accelerator: Accelerator) -> Iterator[None]:
-    """The run's directory for these processes alone: the first has the lock, and the others hear if that failed."""
-    problem: Problem | OSError | None = None
-    with ExitStack() as stack:
-        if accelerator.is_main_process:
-            try:
-                stack.enter_context(locked(job.out, "train"))
-            except (Problem, OSError) as error:
-                problem = error
-        said = gather_object([None if problem is None else str(problem)])[0]
-        if said is not None:
-            raise problem or Problem(said)
-        yield
 
 
 class Training:
@@ -120,12 +101,10 @@ class Training:
             self.at = checkpoint.load(run.checkpoint, accelerator, self.stateful)
             self._take_up_lr()
         self.at.lr = job.chosen.lr
-        self.kept = self.at.step if resumed else None  # the step of the last checkpoint
-        self.sound = self.at.step  # up to which all was finite
         self.loss = torch.tensor(self.at.loss, device=self.device)  # summed on the device: reading it would wait
-        self.skip = Skip(self.model, self.loss) if self.recipe.skip_nonfinite else None
-        # at once where the loss is on the host anyway, and no other process waits for us; otherwise when it is read
-        self.at_once = self.device.type == "cpu" and self.shard["world"] == 1 and self.skip is None
+        self.watch = Watch(job, accelerator, self.model, self.optimizer, self.loss, self.at)
+        if resumed:
+            self.watch.kept = self.at.step
         self.batches = self._stream()
         self.replay: Replay | None = None
         if capturable:
@@ -158,7 +137,7 @@ class Training:
 
     def _train(self) -> None:
         at, plan = self.at, self.plan
-        self._announce()
+        announce(self)
         self.saved = time.monotonic()
         self.since = clock(self.device)
         with Signals() as signals:
@@ -201,19 +180,19 @@ class Training:
 
     def _differentiate(self, parts: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         accelerator, at = self.accelerator, self.at
-        if self.skip:
-            self.skip.remember(at.carry)
+        skip = self.watch.skip
+        if skip:
+            skip.remember(at.carry)
         for batch in parts:
             with accelerator.accumulate(self.net):
                 with accelerator.autocast():
                     loss, at.carry = self.task.loss(self._net_for(batch), batch, at.carry)
-                if self.at_once and not math.isfinite(seen := loss.item()):
-                    raise self._diverged(f"the training loss is {seen} at step {at.step + 1}")
+                self.watch.batch(loss)
                 accelerator.backward(loss)
             loss = loss.detach()
             self.loss += loss
-        if self.skip:
-            at.carry = self.skip.take_back(at.carry, self.shard["world"])
+        if skip:
+            at.carry = skip.take_back(at.carry, self.shard["world"])
         if self.recipe.clip is not None:
             accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         return loss
@@ -226,7 +205,8 @@ class Training:
         return net
 
     def _apply(self) -> None:
-        if self.structured or self.skip is None or self.skip.finite:  # the package's optimizers skip by themselves
+        skip = self.watch.skip
+        if self.structured or skip is None or skip.finite:  # the package's optimizers skip by themselves
             self.stepper.step()
         self.stepper.zero_grad()
 
@@ -257,9 +237,8 @@ class Training:
         at = self.at
         self._count_time()
         steps = at.batches // self.recipe.accumulate
-        self._count_skipped()
-        if not at.batches:
-            raise self._diverged(f"all batches between step {self.sound} and step {at.step} hold NaN or Inf")
+        self.watch.count_skipped()
+        self.watch.some_left()
         look = {
             "step": at.step,
             "epoch": at.epoch + at.batch / self.parts,
@@ -267,10 +246,10 @@ class Training:
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "train_loss": float(self.accelerator.reduce(self.loss.clone(), "mean")) / at.batches,
             "step_ms": 1000 * at.period / max(1, steps),
-            **({"skipped": at.skipped} if self.skip else {}),
+            **({"skipped": at.skipped} if self.watch.skip else {}),
             **self.looker.look(),
         }
-        self._check_look(look)
+        self.watch.look(look)
         if at.skipped:
             self.progress.say(f"Skipped {at.skipped} batches with NaN or Inf up to step {at.step}.")
         at.batches, at.period, at.skipped = 0, 0.0, 0
@@ -294,42 +273,12 @@ class Training:
 
     def _save(self) -> None:
         self._count_time()
-        self._count_skipped()
+        self.watch.count_skipped()
         self.at.loss = float(self.loss)
-        self._check_state()
+        self.watch.state()
         checkpoint.save(self.run.checkpoint, self.accelerator, self.at, self.stateful)
-        self.kept = self.at.step
+        self.watch.kept = self.at.step
         self.saved, self.since = time.monotonic(), clock(self.device)
-
-    def _count_skipped(self) -> None:
-        """Take the skipped batches out of those that the sum of the losses is over."""
-        if self.skip:
-            skipped = int(self.skip.skipped) * self.recipe.accumulate
-            self.at.batches -= skipped
-            self.at.skipped += skipped
-            self.skip.skipped.zero_()
-
-    def _check_state(self) -> None:
-        """Refuse to save what is not finite, in any process, over a checkpoint that is."""
-        bad = first_nonfinite(training_state(self.model, self.optimizer))
-        if not math.isfinite(self.at.loss):
-            bad = "the training loss"
-        found = [name for name in gather_object([bad]) if name is not None]
-        if found:
-            raise self._diverged(f"{found[0]} became NaN or Inf between step {self.sound} and step {self.at.step}")
-        self.sound = self.at.step
-
-    def _check_look(self, look: dict[str, Any]) -> None:
-        """Refuse to go on with numbers that are not finite."""
-        values = {"train_loss": look["train_loss"], **look["weights"], **(look["structured"] or {})}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                since = f" (it was finite at step {self.sound})" if self.sound < look["step"] - 1 else ""
-                raise self._diverged(f"{name} is {value} at step {look['step']}{since}")
-        self.sound = self.at.step
-
-    def _diverged(self, what: str) -> Diverged:
-        return Diverged(f"{what}: {way_on(self.job, self.kept)}")
 
     def _take_up_lr(self) -> None:
         """Go on with the learning rate that is asked for now, which `begin` lets differ only after divergence."""
@@ -338,58 +287,12 @@ class Training:
         if before != lr:
             rescale_lr(self.optimizer, self.schedule, lr / before)
             changes, now = self.run.facts.get("lr_changes", []), {"step": self.at.step, "from": before, "to": lr}
-            self.run.facts["lr_changes"] = [x for x in changes if x != now] + [now]  # written by `_announce`
+            self.run.facts["lr_changes"] = [x for x in changes if x != now] + [now]  # written by `announce`
 
     def _stopped(self, asked: int) -> NoReturn:
         if self.accelerator.is_main_process:
             self.run.update(status="stopped")
         raise Stopped(asked, f"stopped at step {self.at.step}, checkpoint written")
-
-    def _announce(self) -> None:
-        """Say what begins, to the person and in run.json."""
-        job, recipe, plan, task = self.job, self.recipe, self.plan, self.task
-        wanted, momentum = job.chosen.momentum, self.optimizer.param_groups[0].get("momentum")
-        if wanted is not None and momentum != wanted:
-            self.progress.say(
-                f"The last stage is too short to average as long as momentum {wanted:g} does and still end in exact "
-                f"zeros: momentum is {momentum:g} in this run."
-            )
-        if self.accelerator.mixed_precision != recipe.mixed_precision:
-            self.progress.say(f"mixed_precision {recipe.mixed_precision} needs a GPU: this run is in float32.")
-        now = environment(self.device, self.shard["world"])
-        was = self.run.facts.get("environment", {}).get("threads", now["threads"])
-        if self.at.step and self.device.type == "cpu" and was != now["threads"]:
-            self.progress.say(
-                f"This run used {was} threads before and uses {now['threads']} now: sums round differently, so the end "
-                f"will not be the same to the bit. OMP_NUM_THREADS={was} uses the same number."
-            )
-        if self.accelerator.is_main_process:
-            paper = recipe.paper.get(job.method)
-            self.run.update(
-                recipe=job.name,
-                title=recipe.title,
-                method=job.method,
-                seed=job.seed,
-                status="running",
-                metric=task.metric,
-                better=task.better,
-                structure=MEASURES[recipe.penalty],
-                paper=paper and {k: v[0] for k, v in paper if v},
-                settings=job.settings,
-                skip_nonfinite=recipe.skip_nonfinite,
-                sha256={},
-                environment=now,
-                command=job.command,
-                data=dict(self.data.facts),
-                data_root=job.data_root,
-                total_steps=plan.total,
-                milestones=plan.milestones,
-                momentum=momentum,
-                pick=job.chosen.pick,
-            )
-            self.run.forget_after(self.at.step)
-            self.board = SummaryWriter(self.run.path / "tensorboard", purge_step=self.at.step + 1)
-        self.progress.begin(job, self.data.facts, plan.total, self.at.step, task.metric)
 
     def _finish(self) -> None:
         """Write the model as it is delivered, and the last checkpoint."""

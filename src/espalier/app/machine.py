@@ -6,14 +6,16 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import TorchDynamoPlugin, patch_environment
+from accelerate.utils import TorchDynamoPlugin, gather_object, patch_environment
 
 from espalier.app.errors import Problem
+from espalier.app.lock import locked
 from espalier.app.run import Job
 
 COMPILER = "inductor"  # torch.compile's own
@@ -51,6 +53,22 @@ def find_device(asked: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise Problem(f"--device {asked}: torch finds none here; try --device cpu")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+@contextmanager
+def locked_together(directory: Path, doing: str, accelerator: Accelerator) -> Iterator[None]:
+    """A run's directory for these processes alone: the first has the lock, and the others hear if that failed."""
+    problem: Problem | OSError | None = None
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            try:
+                stack.enter_context(locked(directory, doing))
+            except (Problem, OSError) as error:
+                problem = error
+        said = gather_object([None if problem is None else str(problem)])[0]
+        if said is not None:
+            raise problem or Problem(said)
+        yield
 
 
 def is_main() -> bool:

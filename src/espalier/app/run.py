@@ -53,7 +53,7 @@ class Job:
     @property
     def data_root(self) -> str | None:
         """Where the data are, wherever it is asked from."""
-        return "hub" if self.hub else None if self.data is None else str(self.data.resolve())
+        return "hub" if self.hub else None if self.data is None else os.path.realpath(self.data)
 
     @property
     def chosen(self) -> Method:
@@ -105,7 +105,7 @@ class Run:
     @property
     def delivered(self) -> dict[str, Any]:
         """Quality and structure of the structured point, or of dense weights, at the last look."""
-        look = (self.looks() or [{}])[-1]
+        look: dict[str, Any] = max((look for look, _ in self._lines()), key=_step, default={})
         return look.get("structured") or look.get("weights") or {}
 
     def update(self, **facts: Any) -> None:
@@ -114,31 +114,55 @@ class Run:
         self.write_json("run.json", self.facts)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write plain values whole."""
+        """Write plain values whole; bytes of a path that are not UTF-8 as JSON's own escapes."""
         with replacing(self.path / name) as file:
-            file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+            file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
 
     def looks(self) -> list[dict[str, Any]]:
         """What metrics.jsonl holds; a line cut off in the middle of writing is not one."""
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_bytes().splitlines(keepends=True)
-        try:
-            found = [json.loads(line) for line in lines if line.endswith(b"\n")]
-            return sorted(found, key=lambda look: look["step"])
-        except (KeyError, TypeError, ValueError):
-            raise Problem(f"{self.metrics} is damaged: each of its lines must be a JSON object with a step") from None
+        return sorted((look for look, _ in self._lines()), key=_step)
 
-    def forget_after(self, step: int) -> None:
-        """Drop the looks beyond the checkpoint that a run goes on from: they will be taken again."""
-        kept = [look for look in self.looks() if look["step"] <= step]
+    def _lines(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Each evaluation with its line, one after the other: there may be a million."""
+        if not self.metrics.exists():
+            return
+        with self.metrics.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield self._parsed(line), line
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        try:
+            look = json.loads(line)
+            if isinstance(look["step"], int) and isinstance(look["weights"], dict):
+                return dict(look)
+        except (KeyError, TypeError, ValueError, RecursionError):
+            pass
+        raise Problem(
+            f"{self.metrics} is damaged: each of its lines must be a JSON object with a step and weights. Restore it "
+            "from a copy, or delete the lines that are not"
+        )
+
+    def forget_after(self, step: int) -> int:
+        """Drop the looks beyond the checkpoint that a run goes on from: they will be taken again. How many are left."""
+        kept = 0
         with replacing(self.metrics) as file:
-            file.write("".join(json.dumps(look) + "\n" for look in kept).encode())
+            for look, line in self._lines():
+                if look["step"] <= step:
+                    file.write(line)
+                    kept += 1
+        return kept
 
     def add(self, look: dict[str, Any]) -> None:
-        """Append a look."""
+        """Append a look, and have it on the disk before a checkpoint that counts on it."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(look) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _step(look: dict[str, Any]) -> int:
+    return int(look["step"])
 
 
 @contextmanager

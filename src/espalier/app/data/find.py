@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def locate(wanted: DataSet, root: Path | None) -> Path:
 def _refuse_another(wanted: DataSet, directory: Path) -> None:
     here = [each for each in SETS.values() if each.folders and each.claims(directory)]
     # MNIST and Fashion-MNIST have the same files: if the directory has the name of one, it is that one
-    here = [each for each in here if directory.resolve().name in each.folders] or here
+    here = [each for each in here if Path(os.path.realpath(directory)).name in each.folders] or here
     if here and wanted not in here:
         names = " or ".join(each.name for each in here)
         raise Problem(f"{directory} holds {names}, not {wanted.name}; {wanted.way_out}")

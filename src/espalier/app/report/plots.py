@@ -12,7 +12,8 @@ import numpy as np
 
 from espalier.app.names import STRUCTURES
 from espalier.app.report.chart import Line, Point, Style, lines, points
-from espalier.app.report.runs import Look, Run
+from espalier.app.report.looks import Look
+from espalier.app.report.runs import Run
 from espalier.app.report.words import CHANGING, families, label
 
 METRIC = {"accuracy": "accuracy, %", "perplexity": "perplexity", "loss": "validation loss"}

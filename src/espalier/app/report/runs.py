@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from espalier.app.digest import verify
 from espalier.app.errors import Problem
 from espalier.app.picks import picked
+from espalier.app.report.looks import Look, Part, first_of, read_looks
 
 T = TypeVar("T")
-
-
-class Part(BaseModel):
-    """A piece of a run directory: it does not change, and what a newer version adds is let pass."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Paper(Part):
@@ -43,14 +39,14 @@ class Info(Part):
     better: Literal["max", "min"]
     structure: Literal["weighted_group_sparsity", "low_rank_level", "element_sparsity"]
     pick: Literal["last", "most-structured"] = "last"
-    settings: dict[str, Any] = {}
-    environment: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default_factory=dict)
+    environment: dict[str, Any] = Field(default_factory=dict)
     paper: Paper | None = None
     total_steps: int
-    milestones: list[int] = []
+    milestones: list[int] = Field(default_factory=list)
     seconds: float | None = None
     command: str = ""
-    sha256: dict[str, str] = {}
+    sha256: dict[str, str] = Field(default_factory=dict)
 
     @property
     def own_settings(self) -> dict[str, Any]:
@@ -58,20 +54,6 @@ class Info(Part):
         methods = self.settings.get("methods")
         own = methods.get(self.method) if isinstance(methods, dict) else None
         return {k: v for k, v in self.settings.items() if k != "methods"} | (own if isinstance(own, dict) else {})
-
-
-class Look(Part):
-    """One line of `metrics.jsonl`."""
-
-    step: int
-    epoch: FiniteFloat
-    lr: float | None = None
-    train_loss: float | None = None
-    step_ms: float | None = None
-    weights: dict[str, float | None]
-    structured: dict[str, float | None] | None = None
-    flipped: int | None = None
-    groups: int | None = None
 
 
 class Layer(Part):
@@ -189,7 +171,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if not paths:
         raise Problem("no run directory given: name at least one that `espalier train` has filled")
     # the same directory twice, as two patterns of a shell give it, is one run
-    runs = [_read(path) for path in {path.resolve(): path for path in paths}.values()]
+    runs = [_read(path) for path in {os.path.realpath(path): path for path in paths}.values()]
     first = runs[0]
     for run in runs[1:]:
         for field in ("metric", "better", "structure"):
@@ -212,7 +194,7 @@ def _read(path: Path) -> Run:
     return Run(
         path=path,
         info=info,
-        looks=_looks(path / "metrics.jsonl"),
+        looks=read_looks(path / "metrics.jsonl", info.status == "finished"),
         layers=_load(layers, TypeAdapter(list[Layer]), way_out) if layers.exists() else [],
         shrunk=_load(shrunk, TypeAdapter(Shrunk), way_out) if shrunk.exists() else None,
     )
@@ -222,32 +204,4 @@ def _load(path: Path, kind: TypeAdapter[T], way_out: str) -> T:
     try:
         return kind.validate_python(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        raise Problem(f"{path} cannot be read: {_first(error)}; {way_out}") from error
-
-
-def _looks(path: Path) -> list[Look]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    except OSError as error:
-        raise Problem(f"{path} cannot be read: {_first(error)}") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    looks = []
-    for number, line in lines:
-        try:
-            looks.append(Look.model_validate(json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            # a run that is being written, or was killed: its last line may be half there
-            if number == lines[-1][0]:
-                break
-            raise Problem(f"{path}, line {number} cannot be read: {_first(error)}; delete this line") from error
-    if not looks:
-        raise Problem(f"{path.parent} has no metrics yet: wait for the first line of metrics.jsonl")
-    return sorted(looks, key=lambda look: look.step)
-
-
-def _first(error: Exception) -> str:
-    """The error in one line."""
-    if isinstance(error, ValidationError):
-        detail = error.errors()[0]
-        return f"{'.'.join(map(str, detail['loc'])) or 'the whole'}: {detail['msg']}"
-    return str(error).splitlines()[0]
+        raise Problem(f"{path} cannot be read: {first_of(error)}; {way_out}") from error
