@@ -368,3 +368,30 @@ def test_a_cache_of_keys_and_values_holds_no_head_back() -> None:
             past = each(ids, use_cache=True).past_key_values
             steps.append(each(ids[:, :1], past_key_values=past).last_hidden_state)
     torch.testing.assert_close(*steps)
+
+
+def _with_values(rank: int, rest: float, dtype: torch.dtype) -> nn.Linear:
+    """256 × 256, with singular values of 1 and some other."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(256, 256, dtype=torch.float64))[0] for _ in range(2))
+    values = torch.full((256,), rest, dtype=torch.float64)
+    values[:rank] = 1
+    layer = nn.Linear(256, 256, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_((u * values) @ v.T)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loses_no_more_than_rounding(dtype: torch.dtype) -> None:
+    eps, x = torch.finfo(dtype).eps, torch.randn(20, 256).to(dtype)
+    # what is twice the rounding of its entries is no rounding, and stays
+    assert not espalier.shrink(_with_values(60, eps, dtype), x, latency=False).report.low_rank
+    layer = nn.Linear(256, 256, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(256, 16) @ torch.randn(16, 256) / 64)
+    found = espalier.shrink(layer, x, latency=False)
+    (row,) = found.report.low_rank
+    assert row.rank == 16
+    wide, small = (model.double()(x.double()) for model in (copy.deepcopy(layer), copy.deepcopy(found.model)))
+    assert (small - wide).abs().max() < eps * wide.abs().max()
