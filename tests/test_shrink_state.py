@@ -386,11 +386,11 @@ def _with_values(rank: int, rest: float, dtype: torch.dtype) -> nn.Linear:
 def test_half_precision_loses_no_more_than_rounding(dtype: torch.dtype) -> None:
     eps, x = torch.finfo(dtype).eps, torch.randn(20, 256).to(dtype)
     # what is twice the rounding of its entries is no rounding, and stays
-    assert not espalier.shrink(_with_values(60, eps, dtype), x, latency=False).report.low_rank
+    assert not espalier.shrink(nn.Sequential(_with_values(60, eps, dtype)), x, latency=False).report.low_rank
     layer = nn.Linear(256, 256, dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(256, 16) @ torch.randn(16, 256) / 64)
-    found = espalier.shrink(layer, x, latency=False)
+    found = espalier.shrink(nn.Sequential(layer), x, latency=False)
     (row,) = found.report.low_rank
     assert row.rank == 16
     wide, small = (model.double()(x.double()) for model in (copy.deepcopy(layer), copy.deepcopy(found.model)))

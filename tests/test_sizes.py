@@ -39,18 +39,26 @@ class Fixed(nn.Module):
 
 ids = torch.randint(20, (4, 6))
 SIZES: dict[str, tuple[nn.Module, Any, list[list[tuple[int, ...]]]]] = {
-    "images": (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), [[(3, 3, 9, 9)], [(1, 3, 7, 7)]]),
-    "wide images": (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 6, 8), [[(3, 3, 7, 9)], [(1, 3, 5, 7)]]),
-    "features": (nn.Linear(6, 2), torch.randn(3, 6), [[(1, 6)]]),
-    "length as wide as the features": (nn.Linear(6, 2), torch.randn(2, 6, 6), [[(3, 7, 6)], [(1, 5, 6)]]),
-    "text": (Text(), ids, [[(3, 7)], [(1, 5)]]),
+    "images": (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), [[(3, 3, 9, 9)], [(1, 3, 7, 7)], [(2, 3, 17, 17)]]),
+    "wide images": (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 6, 8), [[(3, 3, 7, 9)], [(1, 3, 5, 7)], [(2, 3, 13, 17)]]),
+    "features": (nn.Linear(6, 2), torch.randn(3, 6), [[(1, 6)], [(2, 6)]]),
+    "length as wide as the features": (
+        nn.Linear(6, 2),
+        torch.randn(2, 6, 6),
+        [[(3, 7, 6)], [(1, 5, 6)], [(2, 13, 6)], [(2, 1, 6)]],
+    ),
+    "text": (Text(), ids, [[(3, 7)], [(1, 5)], [(2, 1)]]),
     "text and mask": (
         Text(),
         {"ids": ids, "mask": torch.ones(4, 6, 6) > 0},
-        [[(3, 7), (3, 7, 7)], [(1, 5), (1, 5, 5)]],
+        [[(3, 7), (3, 7, 7)], [(1, 5), (1, 5, 5)], [(2, 1), (2, 1, 1)]],
     ),
-    "no longer text": (Text(), torch.randint(20, (3, 9)), [[(1, 9)]]),
-    "one step": (nn.LSTM(6, 5, batch_first=True), torch.randn(2, 1, 6), [[(3, 2, 6)], [(1, 1, 6)]]),
+    "no longer text": (Text(), torch.randint(20, (3, 9)), [[(1, 9)], [(2, 9)]]),
+    "one step": (
+        nn.LSTM(6, 5, batch_first=True),
+        torch.randn(2, 1, 6),
+        [[(3, 2, 6)], [(1, 1, 6)], [(2, 3, 6)], [(2, 1, 6)]],
+    ),
     "one size": (Fixed(), torch.randn(4, 36), []),
     "no tensors": (nn.Identity(), (3,), []),
 }
@@ -75,7 +83,7 @@ def test_few_runs_find_them() -> None:
             raise ValueError("not this")
 
     other_sizes(Many(), (tuple(torch.randn(2, *range(3, 3 + n)) for n in range(1, 9)), {}))
-    assert count <= 16
+    assert count <= 20
 
 
 class PadIfOdd(nn.Module):
@@ -107,13 +115,22 @@ def odd_images(n: int) -> Tensor:
     return torch.randn(2, 3, n, n)
 
 
+class OneStepIsSpecial(AloneIsSpecial):
+    """So does a sequence of one step, as in decoding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.one if x.shape[1] == 1 else self.many)(self.first(x))
+        return y
+
+
 @pytest.mark.parametrize(
     ("model", "clear", "inputs", "sizes"),
     [
         (PadIfOdd(), lambda m: m.first.weight[:8].zero_(), odd_images, (8, 9, 7, 10)),
         (AloneIsSpecial(), lambda m: m.many.weight[:, :8].zero_(), lambda n: torch.randn(n, 3), (4, 1, 3)),
+        (OneStepIsSpecial(), lambda m: m.many.weight[:, :8].zero_(), lambda n: torch.randn(2, n, 3), (5, 1, 2)),
     ],
-    ids=["pad if odd", "a batch of one"],
+    ids=["pad if odd", "a batch of one", "a length of one"],
 )
 def test_a_model_that_takes_another_way_at_another_size_stays_right(
     model: Any, clear: Callable[[Any], Any], inputs: Callable[[int], Tensor], sizes: tuple[int, ...]

@@ -16,11 +16,14 @@ from espalier.compact.walk import mapped, tensors_in
 Sizes: TypeAlias = dict[tuple[int, int], int]  # (which tensor, dimension): its size
 
 # forwards of the dense model that are spent on finding which sizes it takes
-_TRIES = 16
+_TRIES = 20
+# entries of inputs that take no time to run on
+_LITTLE = 2**15
 
 
 def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
-    """Inputs like these that the model takes: a larger batch with all else one more, a smaller one with all one less.
+    """Inputs like these that the model takes: a batch of 3 with lengths and images of one more, one of 1 with one less,
+    and one of 2 with lengths of 1, and if that is little, of twice the length and one.
 
     Which dimensions may vary is found by running the model. The first dimension of the first tensor is the batch, with
     the first ones of equal size. Other dimensions of equal size move together, or each by itself if the model does not
@@ -31,15 +34,16 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
     if not tensors:
         return []
     batch = [*sizes_of_batch(inputs, 0)]
-    one, three = (sizes_of_batch(inputs, n) if n != len(tensors[0]) else {} for n in (1, 3))
+    one, two, three = (sizes_of_batch(inputs, n) if n != len(tensors[0]) else {} for n in (1, 2, 3))
     one = one if one and taken(one) else {}
-    more, less = list[Sizes](), list[Sizes]()
+    more, less, varying = list[Sizes](), list[Sizes](), Sizes()
     for size, dims in _alike(tensors, batch):
         split = [[at for at in dims if at[1] == d] for d in sorted({d for _, d in dims})]
         for some in (dims, *(split if len(split) > 1 else ())):
             if taken(one | dict.fromkeys(some, size + 1)):
                 more.append(dict.fromkeys(some, size + 1))
                 less += [dict.fromkeys(some, size - 1)] if size > 1 else []
+                varying |= dict.fromkeys(some, size)
                 if some is dims:
                     break
     found: list[Sizes] = []
@@ -49,6 +53,10 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
             found.append(together)
         elif steps:
             found += [x for x in (first, *(one | step for step in steps)) if x and taken(x)]
+    far = ({at: 2 * n + 1 for at, n in varying.items()}, dict.fromkeys(varying, 1)) if varying else ({},)
+    for sizes in (two | lengths for lengths in far):
+        if sizes and sum(x.numel() for x in tensors_in(resized(inputs, sizes))) <= _LITTLE and taken(sizes):
+            found.append(sizes)
     return [given for sizes in found if taken.here(given := OtherSizes(resized(inputs, sizes)))]
 
 
