@@ -395,3 +395,40 @@ def test_half_precision_loses_no_more_than_rounding(dtype: torch.dtype) -> None:
     assert row.rank == 16
     wide, small = (model.double()(x.double()) for model in (copy.deepcopy(layer), copy.deepcopy(found.model)))
     assert (small - wide).abs().max() < eps * wide.abs().max()
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def _running_mean(net: Any, x: Tensor) -> Any:
+    h = hidden(net, x)
+    if net.training:
+        net.mean.lerp_(h.detach().mean(0), 0.1)
+    return net.second(h)
+
+
+def _head_in_training(net: Any, x: Tensor) -> Any:
+    h = hidden(net, x)
+    return (net.second(h), h) if net.training else net.second(h)
+
+
+@pytest.mark.parametrize("forward", [_running_mean, _head_in_training])
+def test_what_only_training_uses_keeps_its_channels(forward: Any) -> None:
+    net = Net(forward)
+    net.register_buffer("mean", torch.zeros(16))
+    found = shrunk(net)
+    x = torch.randn(3, 6)
+    dense, small = (run.train()(x) for run in (net, found.model))
+    shapes = [[y.shape for y in espalier.compact.walk.tensors_in(out)] for out in (dense, small)]
+    assert shapes[0] == shapes[1]
+    assert any("in training mode" in why for why in found.report.kept)
+
+
+def test_a_result_that_is_the_same_for_all_inputs_keeps_its_channels() -> None:
+    net = Net(_leave("attribute"))
+    with torch.no_grad():
+        net.first.weight.zero_()
+        net.first.bias[:] = torch.arange(16.0)
+    small = shrunk(net).model
+    small(torch.randn(5, 6))
+    assert small.aux.shape == (5, 16)

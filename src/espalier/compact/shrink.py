@@ -25,9 +25,10 @@ from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
 from espalier.compact.runs import Run, dependent, kept_random, results, run
 from espalier.compact.search import most
-from espalier.compact.sizes import other_sizes
+from espalier.compact.sizes import other_sizes, resized, sizes_of_batch
 from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer
+from espalier.compact.training import Training
 from espalier.compact.verify import Difference, check
 from espalier.compact.walk import left_behind, tensors_in
 from espalier.optim.emptied import StructureWarning
@@ -136,6 +137,7 @@ def _shrunk(
         layers = inputs_given(original, served)
     runs = [(inputs, first), *_random(original, inputs)]
     left = dependent([given for given, _ in runs], [seen.left for _, seen in runs], original)
+    left |= _of_batch(original, inputs, first, left)
     trials = [*(given for given, _ in runs), *also, *other_sizes(original, inputs)]
     _trace(original, inputs, ignore, left)  # it must be possible before anything is removed
     original = _without_denormals(original, trials, ignore)
@@ -190,6 +192,19 @@ def _first_run(original: nn.Module, inputs: Call, given: str) -> Run:
     return found
 
 
+def _of_batch(original: nn.Module, inputs: Call, first: Run, left: Collection[str]) -> set[str]:
+    """Names of what is left on modules and varies with the batch alone: a result, though the same for all inputs."""
+    if first.left.keys() <= set(left):
+        return set()
+    n = next((len(x) for x in tensors_in(inputs) if x.dim()), 0)
+    other = resized(inputs, sizes_of_batch(inputs, 2 if n == 1 else 1))
+    try:
+        found = run(original, other, again=False).left
+    except Exception:
+        return set()
+    return {name for name, x in first.left.items() if name in found and found[name].shape != x.shape}
+
+
 def _carried(changed: Sequence[str]) -> str:
     names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     return f"a call in eval mode changes its state ({names}): each comparison began with the state that was given"
@@ -212,9 +227,12 @@ def _removed(
 ) -> _Removed:  # fmt: skip
     """Without the channels that are not needed, and with those that the model's code needs all the same."""
 
+    training = Training(original, inputs)
+
     def attempt(care: Care) -> _Removed:
         small, kept = copied(original), Kept()
         trace, found = _remove(small, inputs, ignore, left, align, care, kept)
+        training.check(small)
         return _Removed(small, trace, found, kept, check(original, small, trials, slack=slack))
 
     def seen() -> tuple[Trace, Plan]:
