@@ -112,6 +112,36 @@ def test_attention_whose_heads_cannot_go_costs_no_other_layer() -> None:
     assert small.a.out_features == 15
 
 
+# name: (what is between two layers, the width that it leaves); channels 1 and 5 of what it gives are not read
+UNDERSTOOD: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+    "where": (lambda s, h: torch.where(h > 0, h, 0.1 * h), 8),
+    "times a comparison": (lambda s, h: h * (h > 0) * ~(h >= 1), 8),
+    "masked_fill": (lambda s, h: h.masked_fill(h < 0, -1.0), 8),
+    "masked_fill in place": (lambda s, h: h.masked_fill_((h < 0) | (h > 1), 0.5), 8),
+    "split": (lambda s, h: torch.mul(*h.split(h.shape[-1] // 2, -1)), 16),
+    "split by an attribute": (lambda s, h: torch.mul(*h.split(s.half, dim=-1)), 16),
+    "split by a list": (lambda s, h: torch.mul(*h.split([s.half, s.half], -1)), 16),
+    "split in another dimension": (lambda s, h: torch.mul(*h[:, None].split(split_size=[s.half] * 2, dim=2))[:, 0], 16),
+}
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_these_operations_are_understood(name: str) -> None:
+    between, width = UNDERSTOOD[name]
+    net = Net(lambda s, x: s.b(between(s, s.a(x))), a=nn.Linear(4, width), b=unread(nn.Linear(8, 3), 1, 5), half=8)
+    found = shrunk(net, torch.randn(6, 4))
+    assert found.model.a.out_features == width * 6 // 8
+    assert found.model.half == (6 if "attribute" in name or "list" in name or "dimension" in name else 8)
+
+
+@pytest.mark.parametrize("half", [4, 8])
+def test_pieces_whose_sizes_are_written_in_the_code_stay(half: int) -> None:
+    """Of different sizes, or of one: which the code gives as a number."""
+    net = Net(lambda s, x: s.b(s.a(x).split([half, 12 - half], -1)[0]).relu(), a=nn.Linear(4, 12),
+              b=unread(nn.Linear(half, 3), 1))  # fmt: skip
+    assert shrunk(net, torch.randn(6, 4)).model.b.in_features == half
+
+
 # ---------------------------------------------------------------------------------------------------- parameters
 
 W = nn.Parameter

@@ -11,7 +11,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from espalier.compact.attributes import followed
 from espalier.compact.rules.channelwise import along, batch_norm, instance_norm, norm_over, pool, prelu, reduce
 from espalier.compact.rules.common import Arguments, Rule, RuleError, Unknown, names
-from espalier.compact.rules.moves import chunk, cut, fresh, item, join, move, pad, reshape
+from espalier.compact.rules.moves import chunk, cut, fresh, item, join, move, pad, reshape, split
 from espalier.compact.rules.pointwise import cast_type, noise, pointwise
 from espalier.compact.rules.products import addmm, attention, conv, conv_transpose, embedding, linear, matmul
 from espalier.compact.trace import Tracer
@@ -26,7 +26,9 @@ _POINTWISE = names("""
     add sub subtract mul multiply div divide true_divide rsub maximum minimum where lerp addcmul addcdiv
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
     __pow__ __rpow__ __neg__
-    positive zeros_like ones_like
+    positive zeros_like ones_like masked_fill
+    gt ge lt le eq ne greater greater_equal less less_equal not_equal __gt__ __ge__ __lt__ __le__ __eq__ __ne__
+    logical_and logical_or logical_xor logical_not __and__ __or__ __xor__ __invert__ isnan isinf isfinite
 """)
 _CASTS = names("to type type_as float double half bfloat16 cuda cpu contiguous clone detach data alias")
 # change their first operand, beside those whose names end in _
@@ -36,7 +38,7 @@ _MOVES = names("""
     permute transpose swapaxes swapdims movedim moveaxis t T mT adjoint expand expand_as broadcast_to repeat
 """)
 _JOINS = names("cat concat concatenate stack")
-_CUTS = names("split split_with_sizes tensor_split unbind select narrow")
+_CUTS = names("tensor_split unbind select narrow")
 _NEW = names("new_zeros new_ones new_full new_empty")
 _REDUCTIONS = names("mean sum amax amin")
 _ALONG = names("softmax log_softmax softmin normalize cumsum")
@@ -110,7 +112,7 @@ def _note(
             tracer.refuse(
                 found, f"read by {name}{'' if understood else ', which is not understood'}: it keeps its size"
             )
-    return understood and rule in (reshape, move)
+    return understood and rule in (reshape, move, split)
 
 
 def _leave(tracer: Tracer, given: Sequence[Tensor], what: str) -> None:
@@ -151,6 +153,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), conv_transpose),
     **dict.fromkeys(("matmul", "mm", "__matmul__"), matmul),
     "chunk": chunk,
+    **dict.fromkeys(("split", "split_with_sizes"), split),
     **dict.fromkeys(_CUTS, cut),
     "__getitem__": item,
     "pad": pad,

@@ -120,6 +120,38 @@ def chunk(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
         tracer.set(y, label, constant)
 
 
+def split(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
+    """In pieces of one size, or of a list of sizes."""
+    x, *rest = a["args"]
+    tag = tracer.tag(x)
+    by_name = {"split_size_or_sections": "split_size", "split_sizes": "split_size"}
+    given = {by_name.get(k, k): v for k, v in a["kwargs"].items()} | dict(
+        zip(("split_size", "dim"), rest, strict=False)
+    )
+    sizes, dim = given["split_size"], given.get("dim", 0) % x.dim()
+    lengths = [y.shape[dim] for y in out]
+    labels, constants = (t.split(lengths, dim) for t in (tag.label, tag.constant))
+    channels = [shortest(label).movedim(dim, 0).flatten(1)[:, 0] for label in labels]
+    if dim in varies(tag.label):
+        one = isinstance(sizes, int)
+        if tracer.name(x) or varies(tag.label) != [dim] or (one and len(set(lengths)) > 1):
+            raise Unknown
+        if one:
+            tracer.trace.equal.append(channels)
+        for size, piece in [(sizes, channels[0])] if one else zip(sizes, channels, strict=True):
+            if isinstance(size, Seen):
+                size.is_size(piece)
+            else:
+                tracer.trace.risky.append(piece)
+    else:
+        for number in followed(sizes):
+            number.must_stay()
+    for number in followed(given.get("dim")):
+        number.must_stay()
+    for y, label, constant in zip(out, labels, constants, strict=True):
+        tracer.set(y, label, constant)
+
+
 def cut(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     x, *rest = a["args"]
     position = 1 if "split" in name else 0

@@ -18,7 +18,7 @@ _ARITHMETIC = (
     *_PRODUCTS,
     *_QUOTIENTS,
     *names("""
-    add sub subtract rsub pow lerp addcmul addcdiv clamp clamp_min clamp_max clip where
+    add sub subtract rsub pow lerp addcmul addcdiv clamp clamp_min clamp_max clip where masked_fill
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __rtruediv__ __pow__ __rpow__
 """),
 )
