@@ -124,13 +124,11 @@ def split(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     """In pieces of one size, or of a list of sizes."""
     x, *rest = a["args"]
     tag = tracer.tag(x)
-    by_name = {"split_size_or_sections": "split_size", "split_sizes": "split_size"}
-    given = {by_name.get(k, k): v for k, v in a["kwargs"].items()} | dict(
-        zip(("split_size", "dim"), rest, strict=False)
-    )
-    sizes, dim = given["split_size"], given.get("dim", 0) % x.dim()
+    given = dict(zip(("sizes", "dim"), rest, strict=False))
+    given |= {"sizes" if "split" in k else k: v for k, v in a["kwargs"].items()}
+    sizes, dim = given["sizes"], given.get("dim", 0) % x.dim()
     lengths = [y.shape[dim] for y in out]
-    labels, constants = (t.split(lengths, dim) for t in (tag.label, tag.constant))
+    labels, constants = (torch.split_with_sizes(t, lengths, dim) for t in (tag.label, tag.constant))
     channels = [shortest(label).movedim(dim, 0).flatten(1)[:, 0] for label in labels]
     if dim in varies(tag.label):
         one = isinstance(sizes, int)
