@@ -10,7 +10,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from operator import is_
 from typing import Any, ClassVar, TypeAlias, cast, overload
 
 import torch
@@ -20,19 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from espalier import kernels, solvers
-from espalier.checks import (
-    check_number,
-    flattened,
-    is_dtensor,
-    on_host,
-    refuse_dtensor,
-    refuse_flat,
-    rounded_up,
-    with_hints,
-)
-from espalier.groupings import Element, Grouping, as_grouping, partition_of
+from espalier.checks import check_number, with_hints
+from espalier.groupings import Element, partition_of
 from espalier.kernels import Fused
 from espalier.optim.arithmetic import average, follow
+from espalier.optim.checked import CheckedGroups
 from espalier.optim.checkpoint import OBJECTS, POINTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
 from espalier.optim.diagnostics import Diagnostics
@@ -51,9 +42,6 @@ Clock: TypeAlias = dict[str, Scalar]
 DEVICE_OPTIONS = {"lr", "eps", "ramp", "steps", "floor"}
 # How this machine steps: not for a checkpoint to say.
 OWN = ("skip_nonfinite", "fused", "capturable", "method", "params", "param_names")
-
-# What a user may set on a group between two steps.
-_WATCHED = (*OBJECTS, "fused", "lr", "momentum", "betas", "eps", "weight_decay", "total_steps")
 
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
@@ -118,8 +106,7 @@ class StructuredOptimizer(Optimizer, ABC):
             "capturable": capturable,
             "method": type(self).__name__,
         }
-        self._seen: dict[int, list[Any]] = {}  # what stood in each group at its last check
-        self._shapes: dict[Tensor, torch.Size] = {}  # of the parameters when they were given
+        self._groups = CheckedGroups(self, {})
         super().__init__(params, defaults)
 
     @abstractmethod
@@ -152,88 +139,17 @@ class StructuredOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["method"] = type(self).__name__  # and not that of another optimizer, whose group this may have been
-        self._shapes |= {p: p.shape for p in group["params"]}
         try:
-            self._check_group(group)
+            self._groups.add(group, len(self.param_groups) - 1)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         if group["capturable"]:
             self._options_to_device(group)
 
-    def _check_group(self, group: Group) -> None:
-        index = len(self.param_groups) - 1
-        self._check_numbers(on_host({k: v for k, v in group.items() if k != "params"}))
-        for whole in ("skip_nonfinite", "capturable"):
-            if group[whole] != self.defaults[whole]:
-                raise ValueError(f"{whole} is for the whole step: give it to the optimizer, not to a group.")
-        for p, name in named(group, index):
-            if p.is_complex():
-                raise ValueError(f"{name} is complex; Espalier's optimizers take real parameters.")
-        if group["capturable"] and len({p.device for p in group["params"]}) > 1:
-            raise ValueError("capturable=True needs each parameter group on one device. Make one for each.")
-        if group["penalty"] is None and group["grouping"] is not None:
-            raise ValueError("a parameter group has a grouping but no penalty. Give it penalty=... too.")
-        self._check_sharding(group, index)
-        self._check_penalty(group, index)
-        self._check_fused(group, index)
-
     def _check_numbers(self, group: Group) -> None:
         """Raise if an option is no number that it can be. What lies on a GPU is not read."""
         check_number("lr", group["lr"], low=0)
-
-    def _check_sharding(self, group: Group, index: int) -> None:
-        if group["penalty"] is not None or group["skip_nonfinite"]:
-            what = type(group["penalty"]).__name__ if group["penalty"] is not None else "skip_nonfinite"
-            for p, name in named(group, index):
-                refuse_dtensor(p, name, what)
-
-    def _check_penalty(self, group: Group, index: int) -> None:
-        penalty = group["penalty"]
-        if penalty is None:
-            return
-        if not isinstance(penalty, Penalty):
-            raise TypeError(f"penalty must be an espalier.Penalty such as espalier.GroupLasso(1e-4), not {penalty!r}.")
-        if group["capturable"] and penalty.synchronises:
-            raise ValueError(f"capturable=True cannot serve {type(penalty).__name__}, which waits for the device.")
-        group["grouping"] = grouping = as_grouping(group["grouping"] or penalty.default_grouping)
-        penalty.check(grouping)
-        self._solver(group)
-        for p, name in named(group, index):
-            self._check_shape(grouping, p, name)
-            try:
-                partition_of(grouping, p.shape)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-
-    def _check_shape(self, grouping: Grouping, p: Tensor, name: str) -> None:
-        if isinstance(grouping, Element):
-            return
-        refuse_flat(p, name)
-        if self._shapes.get(p) != p.shape:
-            before = f"when the optimizer was built, {tuple(self._shapes[p])}" if p in self._shapes else "of any layer"
-            raise flattened(name, f"has shape {tuple(p.shape)}, not that {before}")
-
-    def _check_fused(self, group: Group, index: int) -> None:
-        if group["fused"] not in (None, True, False):
-            raise ValueError(f"fused must be None, True or False, not {group['fused']!r}.")
-        if group["fused"]:
-            for p, name in named(group, index):
-                if missing := kernels.lacking(self, group, p):
-                    raise ValueError(f"fused=True cannot serve {name}: {missing}. Use fused=None to fuse where it can.")
-
-    def _check_changes(self) -> None:
-        """What was set on a group since the last step raises as it would have in the constructor."""
-        for j, group in enumerate(self.param_groups):
-            now = [group.get(k) for k in _WATCHED]
-            if (seen := self._seen.get(j)) is not None and all(map(is_, now, seen)):
-                continue
-            self._check_numbers(rounded_up(group))
-            if seen is None or not all(map(is_, now[: len(OBJECTS)], seen)):
-                self._check_penalty(group, j)
-            if seen is not None and group["fused"] is not seen[len(OBJECTS)]:
-                self._check_fused(group, j)
-            self._seen[j] = [group.get(k) for k in _WATCHED]
 
     def _options_to_device(self, group: Group) -> None:
         """A captured graph reads these from the device, where they can change between its replays."""
@@ -252,10 +168,7 @@ class StructuredOptimizer(Optimizer, ABC):
     def _partition(self, group: Group, p: Tensor) -> Partition:
         if not group["penalty"]:
             return partition_of(Element(), p.shape)
-        if self._shapes.get(p) != p.shape or is_dtensor(p):  # what came over it after it was given
-            name = next(name for _, q, name in self._parameters() if q is p)
-            refuse_dtensor(p, name, type(group["penalty"]).__name__)
-            self._check_shape(group["grouping"], p, name)
+        self._groups.check_parameter(group, p)
         return partition_of(group["grouping"], p.shape)
 
     # ------------------------------------------------------------------------------------------------ step
@@ -274,7 +187,7 @@ class StructuredOptimizer(Optimizer, ABC):
         """One step, for every parameter that has a gradient."""
         self._refuse_in_structured("step")
         self._check_capture()
-        self._check_changes()
+        self._groups.check_changes()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -316,8 +229,6 @@ class StructuredOptimizer(Optimizer, ABC):
         left = self._with_state(group)
         if fused := self._kernels(group):
             left = fused.step(group, left, finite if isinstance(finite, Tensor) else None)
-        for p in left:
-            self._weight(p)
         penalty = group["penalty"]
         if penalty and self._solver(group).batches(penalty) and self._diagnostics is None:
             update_together(self, group, left, finite)
@@ -391,6 +302,8 @@ class StructuredOptimizer(Optimizer, ABC):
         x["weight"] = state.get("master", p)
         if grad is not None:
             x["grad"] = grad
+            if x["weight"] is not p:
+                follow(x["weight"], p)
         groups = self._partition(group, p)
         penalty = group["penalty"]
         if self._resumes(group):
@@ -525,7 +438,9 @@ class StructuredOptimizer(Optimizer, ABC):
             if state := self.state.get(p):
                 for k in (*self.clock, *self._buffers(group)):
                     state[k].zero_()
-                weight = self._weight(p)
+                weight = state.get("master", p)
+                if weight is not p:
+                    follow(weight, p)
                 state["anchor"].copy_(weight)
                 if "point" in state:
                     state["point"].copy_(weight)
@@ -571,14 +486,6 @@ class StructuredOptimizer(Optimizer, ABC):
             state["point"] = torch.empty_like(p, dtype=dtype).copy_(source["point"])
         return state
 
-    def _weight(self, p: Tensor) -> Tensor:
-        """What a step changes: the parameter, or its float32 master, which follows what was written into the former."""
-        master: Tensor | None = self.state[p].get("master")
-        if master is None:
-            return p
-        follow(master, p)
-        return master
-
     def _clock_device(self, p: Tensor) -> torch.device:
         # with no host synchronisation allowed, only the parameter's device may know whether a step counted
         on_device = self.defaults["skip_nonfinite"] or self.defaults["capturable"]
@@ -589,8 +496,8 @@ class StructuredOptimizer(Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        known = self.__dict__.get("_shapes", {})
-        self._seen, self._shapes = {}, {p: known.get(p, p.shape) for _, p, _ in self._parameters()}
+        known = self._groups.shapes if "_groups" in vars(self) else {}
+        self._groups = CheckedGroups(self, {p: known.get(p, p.shape) for _, p, _ in self._parameters()})
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only; penalty, grouping and solver stand as text."""
