@@ -1,6 +1,6 @@
 """RAMDA and RMDA under the paper's stages and under a warm-up with a cosine, on scikit-learn's digits.
 
-python benchmarks/schedules.py [--epochs 20] [--seeds 2]
+python benchmarks/schedules.py [--epochs 20] [--seeds 2] [--lambdas 0 3e-4 1e-3 3e-3]
 
 Prints a Markdown table: the accuracy and the structure of the weights themselves, as the run leaves them.
 """
@@ -31,7 +31,6 @@ SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
     "stage at 50%": lambda optimizer, n: espalier.StagewiseRestart(optimizer, [n // 2]),
     "WarmupCosine": espalier.WarmupCosine,
 }
-LAMBDAS = (0.0, 3e-4, 1e-3, 3e-3)
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -63,15 +62,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--lambdas", type=float, nargs="+", default=[0.0, 3e-4, 1e-3, 3e-3])
     args = parser.parse_args()
     print(f"{args.epochs} epochs of {TRAIN // BATCH} steps, {args.seeds} seeds, {1797 - TRAIN} test images.")
     print("Accuracy %, and the weights in zero groups %, of the weights after the last step.\n")
-    print("| optimizer | schedule |", " | ".join(f"λ {lam:g}" for lam in LAMBDAS), "|")
-    print("|---|---|" + "---|" * len(LAMBDAS), flush=True)
+    print("| optimizer | schedule |", " | ".join(f"λ {lam:g}" for lam in args.lambdas), "|")
+    print("|---|---|" + "---|" * len(args.lambdas), flush=True)
     for method in METHODS:
         for schedule in SCHEDULES:
             cells = []
-            for lam in LAMBDAS:
+            for lam in args.lambdas:
                 found = [run(method, schedule, lam, args.epochs, seed) for seed in range(args.seeds)]
                 accuracy, sparsity = (100 * mean(column) for column in zip(*found, strict=True))
                 cells.append(f"{accuracy:.1f} at {sparsity:.0f}")
