@@ -533,11 +533,11 @@ def test_a_run_of_known_length_ends_with_exact_zeros(case: OptimizerCase, schedu
 
 
 @pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
-@pytest.mark.parametrize(("total", "momentum"), [(400, 0.9), (1000, 0.9), (60, 0.9), (1, 0.9), (3, 0.5), (40, 0.0)])
+@pytest.mark.parametrize(("total", "momentum"), [(400, 0.9), (1200, 0.9), (60, 0.9), (1, 0.9), (3, 0.5), (40, 0.0)])
 def test_c_grows_to_one_when_95_percent_of_the_run_is_done(case: OptimizerCase, total: int, momentum: float) -> None:
     w, optimizer = make(case, momentum=momentum, total_steps=total)
     c, end = 1 - momentum, total - total // 20
-    length = min((1 / c) ** 2, max(end // 4, 1))  # of the ramp
+    length = min((1 / c) ** 2, max(end // 10, 1))  # of the ramp
     for n in range(1, total + 4):  # and a few steps more than it was told
         step(w, optimizer, n)
         i = max(n - (end - round(length)), 0)

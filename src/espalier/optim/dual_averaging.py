@@ -116,10 +116,10 @@ def ramp_length(c: float) -> int:
 def final_ramp(n: Scalar, total_steps: int, c: float) -> Scalar:
     """The least c in step n of a run: c √i, where i counts the run's last (1/c)² steps.
 
-    It is 1 from 95% of the run on, because a gradient scaler skips steps that the user counted. A run too short to
-    give (1/c)² steps gives a quarter of its own; then c starts at the root of 1 over their number.
+    It is 1 from 95% of the run on, because a gradient scaler skips steps that the user counted. A run shorter than
+    10 (1/c)² steps gives a tenth of its own; then c jumps to the root of 1 over their number.
     """
     end = total_steps - total_steps // 20
-    c = max(c, max(end // 4, 1) ** -0.5)
+    c = max(c, max(end // 10, 1) ** -0.5)
     i = n - (end - ramp_length(c))
     return ramped(c, i.clamp(min=0) if isinstance(i, Tensor) else max(i, 0))
