@@ -313,6 +313,27 @@ def test_what_only_training_runs_is_read_like_the_rest() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+class Average(nn.Module):
+    """Only training uses its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), unread(nn.Linear(8, 3), 1, 2)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        if self.training:
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+        return self.b(y)
+
+
+def test_buffers_that_only_training_uses_go_with_their_channels() -> None:
+    small = shrunk(Average(), torch.randn(3, 4)).model
+    assert (small.a.out_features, len(small.mean)) == (6, 6)
+    small.train()(torch.randn(2, 4, dtype=torch.float64))
+
+
 def test_training_mode_that_does_not_run_is_told() -> None:
     report = shrunk(Auxiliary(targets=True), torch.randn(3, 4)).report
     assert "some layers only training uses, and it fails on the examples, so that they may not fit: ShrinkError" in str(

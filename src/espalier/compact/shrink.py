@@ -331,7 +331,8 @@ def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collecti
     """Of a copy, in eval mode; and in training mode too, if that may use layers which eval mode does not."""
     trace = _traced(for_a_run(model), inputs, ignore, left)
     run = {name for name, _ in trace.slots}
-    if unused(trace) or any(p.dim() and name not in run for name, p in model.named_parameters()):
+    held = (*model.named_parameters(), *model.named_buffers())
+    if unused(trace) or any(x.dim() and x.is_floating_point() and name not in run for name, x in held):
         try:
             trace = _traced(copied(model), inputs, ignore, left, training=True)
         except Exception as error:
