@@ -552,3 +552,22 @@ def test_a_run_whose_penalty_removed_nothing_says_so_at_its_end(
     assert len(lines) == told
     for line in lines:
         assert line.endswith(f"Try --set methods.{method}.lam=3e-12")
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("method", ["ramda", "rmda"])
+def test_dual_averaging_ends_in_zeros_under_any_schedule(method: str, schedule: str, tmp_path: Path) -> None:
+    settings = (f"methods.{method}.lam=0.05", f"methods.{method}.schedule={schedule}", f"methods.{method}.warmup=0.2")
+    job = small.job("mnist-logreg", tmp_path, method=method, changes=settings)
+    run = train(job, Silent())
+    look = run.looks()[-1]
+    assert look["weights"]["structure"] == look["structured"]["structure"] > 0
+    assert run.facts["momentum"] == job.chosen.momentum  # the end of the run does it, and not a smaller momentum
+    # 20 steps, of which 4 are warm-up: the lr of the steps 5, 10 and 15
+    left = {
+        "cosine": [0.5 * (1 + math.cos(math.pi * n / 16)) for n in (0, 5, 10)],
+        "linear": [1 - n / 16 for n in (0, 5, 10)],
+        "constant": [1.0, 1.0, 1.0],
+    }[schedule]
+    seen = [x["lr"] / job.chosen.lr for x in run.looks()][:3]
+    assert seen == pytest.approx(left, abs=1e-6)

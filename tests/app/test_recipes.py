@@ -118,7 +118,10 @@ BAD = {
     "lines": (["batch.size=a\nb"], r"--set batch.size=a b: batch is a plain value"),
     "a key of lines": (["a\nb=1"], r"no key is called 'a.{1,2}nb'"),
     "no value, at length": (["x" * 5000], r"--set xxx.*\.\.\.: write key=value"),
-    "a cosine for dual averaging": (["methods.rmda.schedule=cosine"], r"rmda goes by stages"),
+    "a warm-up before stages": (
+        ["methods.rmda.warmup=0.1"],
+        r"warmup is for the schedules cosine, linear and cons",
+    ),
 }
 
 

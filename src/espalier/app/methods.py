@@ -45,9 +45,11 @@ def make_optimizer(recipe: Recipe, method: Method, model: nn.Module, plan: Plan,
     """The optimizer, its penalty on the model's weights; if capturable, its step may be part of a CUDA graph."""
     kind = OPTIMIZERS[method.optimizer]
     options: dict[str, Any] = {"lr": method.lr}
+    averages, stages = method.optimizer in DUAL_AVERAGING, method.schedule == "stages"
     if method.momentum is not None:
-        averages = method.optimizer in DUAL_AVERAGING
-        options["momentum"] = plan.momentum(method.momentum) if averages else method.momentum
+        options["momentum"] = plan.momentum(method.momentum) if averages and stages else method.momentum
+    if averages and not stages:
+        options["total_steps"] = plan.total  # c grows to 1 at the end, as it does in a last stage
     if method.eps is not None:
         options["eps"] = method.eps
     if method.optimizer not in WITHOUT_DECAY:
@@ -116,14 +118,16 @@ def _solver(settings: Solver) -> str | espalier.Solver:
 
 def make_schedule(recipe: Recipe, method: Method, optimizer: Optimizer, plan: Plan) -> Schedule:
     """The schedule, stepped once after each optimizer step."""
-    if isinstance(optimizer, StructuredOptimizer) and optimizer.anchored:
+    if isinstance(optimizer, StructuredOptimizer) and optimizer.anchored and method.schedule == "stages":
         return espalier.StagewiseRestart(optimizer, plan.milestones, recipe.gamma, total_steps=plan.total)
+    warm = round(method.warmup * plan.total)
     shapes: dict[str, Callable[[int], float]] = {
         "stages": lambda step: recipe.gamma ** sum(step >= m for m in plan.milestones),
-        "cosine": lambda step: 0.5 * (1 + math.cos(math.pi * step / plan.total)),
-        "linear": lambda step: 1 - step / plan.total,
+        "cosine": lambda step: 0.5 * (1 + math.cos(math.pi * (step - warm) / (plan.total - warm))),
+        "linear": lambda step: 1 - (step - warm) / (plan.total - warm),
         "constant": lambda step: 1.0,
     }
     for group in optimizer.param_groups:
         group["initial_lr"] = method.lr  # a number, where lr itself may be a tensor
-    return LambdaLR(optimizer, shapes[method.schedule])
+    shape = shapes[method.schedule]
+    return LambdaLR(optimizer, lambda step: (step + 1) / warm if step < warm else shape(step))

@@ -119,6 +119,7 @@ class Method(Strict):
     eps: PositiveFloat | None = None
     weight_decay: Weight = 0.0
     schedule: Literal["stages", "cosine", "linear", "constant"] = "stages"
+    warmup: Share = 0.0  # the share of the run in which lr grows from 0; not before stages
     solver: Solver = Solver()
     # which look at the run its table shows: the last, or the most structured one, as the paper does on MNIST
     pick: Literal["last", "most-structured"] = "last"
@@ -136,8 +137,8 @@ class Method(Strict):
             raise ValueError(f"{name} has no weight decay")
         if self.solver != Solver() and name not in STRUCTURED:
             raise ValueError(f"{name} has no subproblem to solve, and no solver")
-        if self.schedule != "stages" and name in DUAL_AVERAGING:
-            raise ValueError(f"{name} goes by stages: its restarts and the growth of c belong to them")
+        if self.warmup and self.schedule == "stages":
+            raise ValueError("warmup is for the schedules cosine, linear and constant, and this one is stages")
         return self
 
 
