@@ -360,6 +360,12 @@ def test_a_layer_that_nothing_uses_is_left_alone() -> None:
     assert "idle: not used in eval mode, and kept for training" in found.report.kept
 
 
+def test_a_layer_that_is_not_run_is_told() -> None:
+    net = Net(lambda s, x: s.b(s.a(x) if len(x) < 20 else s.c(x)), a=nn.Linear(4, 8), b=nn.Linear(8, 3),
+              c=nn.Linear(4, 8))  # fmt: skip
+    assert "c: not run on the examples: code that runs it may not fit" in shrunk(net, torch.randn(3, 4)).report.kept
+
+
 def test_tensors_of_no_rows_show_nothing() -> None:
     """Where an expert is given nothing, its layers stay."""
 

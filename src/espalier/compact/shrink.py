@@ -330,9 +330,7 @@ def _remove(
 def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str]) -> Trace:
     """Of a copy, in eval mode; and in training mode too, if that may use layers which eval mode does not."""
     trace = _traced(for_a_run(model), inputs, ignore, left)
-    run = {name for name, _ in trace.slots}
-    held = (*model.named_parameters(), *model.named_buffers())
-    if unused(trace) or any(x.dim() and x.is_floating_point() and name not in run for name, x in held):
+    if unused(trace) or _not_run(model, trace):
         try:
             trace = _traced(copied(model), inputs, ignore, left, training=True)
         except Exception as error:
@@ -340,8 +338,17 @@ def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collecti
             trace.tell(
                 "", f"some layers only training uses, and it fails on the examples, so that they may not fit: {why}"
             )
+        for name in _not_run(model, trace):
+            trace.tell(name.rpartition(".")[0] or name, "not run on the examples: code that runs it may not fit")
     trace.readers[:] = shared_folds(trace.readers)
     return trace
+
+
+def _not_run(model: nn.Module, trace: Trace) -> list[str]:
+    """Parameters and buffers that nothing has read."""
+    run = {name for name, _ in trace.slots}
+    held = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, x in held if x.dim() and x.is_floating_point() and name not in run]
 
 
 def _traced(
