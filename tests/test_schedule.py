@@ -461,6 +461,20 @@ def test_a_point_of_another_shape_is_refused(key: str) -> None:
         optimizer.load_state_dict(saved)
 
 
+def test_eval_and_train_serve_parameters_that_are_views_of_one_tensor() -> None:
+    flat = torch.randn(2, 3, 4)
+    ps = [nn.Parameter(x) for x in flat]
+    optimizer = espalier.RAMDA([{"params": ps, "penalty": espalier.GroupLasso(0.1)}], lr=0.1)
+    for p in ps:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before = [p.detach().clone() for p in ps]
+    optimizer.eval()
+    ps[0].data.view(-1)[0].add_(0.0)  # a write that changes nothing
+    optimizer.train()
+    assert all(map(torch.equal, ps, before))
+
+
 def test_methods_that_hold_z_anyway_have_nothing_to_swap() -> None:
     w, optimizer = make(OPTIMIZERS[2])
     optimizer.eval()

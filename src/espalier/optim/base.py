@@ -63,8 +63,8 @@ class StructuredOptimizer(Optimizer, ABC):
     preferred_solver: ClassVar[Solver] = Exact()
 
     # torch's __getstate__ keeps nothing but state and groups; these start anew in a copy
-    # parameters that hold z, their weights, and the version that they had when eval() left them
-    _away: list[tuple[Tensor, Tensor, int | None]] | None = None
+    # parameters that hold z, their weights, and the sum of z if eval() put it there
+    _away: list[tuple[Tensor, Tensor, Tensor | None]] | None = None
     _evaluating: bool = False  # since eval()
     _last: dict[Tensor, Tensor] | None = None  # z before a restart
     # the state is as it was made: no step has counted yet
@@ -357,7 +357,7 @@ class StructuredOptimizer(Optimizer, ABC):
         own = self._own
         if own.anchored and own._away is None:
             away = own._put_structured()
-            own._away = [(p, w, p._version) for p, w, _ in away]
+            own._away = [(p, w, p.detach().sum()) for p, w, _ in away]
             own._evaluating = True
             warn_of_emptied(own, stacklevel=2)
 
@@ -370,8 +370,8 @@ class StructuredOptimizer(Optimizer, ABC):
         if own._evaluating:
             own._put_weights()
 
-    def _put_structured(self) -> list[tuple[Tensor, Tensor, int | None]]:
-        away: list[tuple[Tensor, Tensor, int | None]] = []
+    def _put_structured(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        away: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._away = away
         try:
             with torch.no_grad():
@@ -394,8 +394,9 @@ class StructuredOptimizer(Optimizer, ABC):
     def _put_weights(self) -> None:
         away, self._away, self._evaluating = self._away, None, False
         with torch.no_grad():
-            for p, w, version in away or ():
-                if version is None or version == p._version:
+            for p, w, total in away or ():
+                # not by p._version: parameters that are views of one tensor share it
+                if total is None or torch.allclose(p.sum(), total, rtol=1e-5, atol=0, equal_nan=True):
                     p.copy_(w)
 
     def _last_points(self) -> dict[Tensor, Tensor]:
