@@ -432,3 +432,16 @@ def test_a_result_that_is_the_same_for_all_inputs_keeps_its_channels() -> None:
     small = shrunk(net).model
     small(torch.randn(5, 6))
     assert small.aux.shape == (5, 16)
+
+
+def test_the_report_says_how_to_save_a_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
+    )
+    model, ids = transformers.BertModel(config), torch.randint(30, (2, 5))
+    words = "use espalier.save and espalier.load"
+    assert words not in str(espalier.shrink(model, ids, **QUICK).report)
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight[:, :8] = 0
+    assert words in str(espalier.shrink(model, ids, **QUICK).report)

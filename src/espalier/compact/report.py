@@ -76,7 +76,8 @@ class ShrinkReport:
         difference: of their outputs.
         removed, kept: what went and what could not go, one line each.
         low_rank, gathers: the layers that were replaced.
-        warnings: layers that are zero as a whole; and whether the output no longer depends on the input.
+        warnings: layers that are zero as a whole; whether the output no longer depends on the input; a library's way to
+            save models that does not know of shrinking.
     """
 
     dense: Sizes

@@ -164,7 +164,7 @@ def _shrunk(
     lines, constant = nothing_left(original, [given for given, _ in runs])
     for line in lines if constant else ():
         warnings.warn(line, StructureWarning, stacklevel=3)
-    report = replace(report, warnings=lines)
+    report = replace(report, warnings=(*lines, *_about_saving(model, made.kept)))
     _restore(made.small, modes)
     record(made.small, *found_for(original, inputs), made.kept.attributes)
     if inplace:
@@ -190,6 +190,16 @@ def _first_run(original: nn.Module, inputs: Call, given: str) -> Run:
                 f"the model writes into its parameter {name} when it runs in eval mode: make it a buffer."
             )
     return found
+
+
+def _about_saving(model: nn.Module, kept: Kept) -> tuple[str, ...]:
+    """Where a library's own way to save a model would lose what was done."""
+    if not hasattr(type(model), "save_pretrained") or not (kept.index or kept.gone):
+        return ()
+    return (
+        "save_pretrained writes the dense model's configuration, so that from_pretrained refuses the weights or "
+        "computes something else: use espalier.save and espalier.load",
+    )
 
 
 def _of_batch(original: nn.Module, inputs: Call, first: Run, left: Collection[str]) -> set[str]:

@@ -22,8 +22,8 @@ _LITTLE = 2**15
 
 
 def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
-    """Inputs like these that the model takes: a batch of 3 with lengths and images of one more, one of 1 with one less,
-    and one of 2 with lengths of 1, and if that is little, of twice the length and one.
+    """Inputs like these that the model takes: a batch of 3 (2 if they are large) with lengths and images of one more, a
+    batch of 1 with one less, and if they are little, of 2 with lengths of 1, and of twice the length and one.
 
     Which dimensions may vary is found by running the model. The first dimension of the first tensor is the batch, with
     the first ones of equal size. Other dimensions of equal size move together, or each by itself if the model does not
@@ -36,6 +36,8 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
     batch = [*sizes_of_batch(inputs, 0)]
     one, two, three = (sizes_of_batch(inputs, n) if n != len(tensors[0]) else {} for n in (1, 2, 3))
     one = one if one and taken(one) else {}
+    if two and sum(x.numel() for x in tensors) > _LITTLE:
+        three = two
     more, less, varying = list[Sizes](), list[Sizes](), Sizes()
     for size, dims in _alike(tensors, batch):
         split = [[at for at in dims if at[1] == d] for d in sorted({d for _, d in dims})]

@@ -20,8 +20,8 @@ class Training:
 
     def __init__(self, dense: nn.Module, inputs: Call) -> None:
         self._inputs, self._shapes = inputs, dict[str, tuple[int, ...]]()
-        # batch norm takes no batch of one
-        for given in (inputs, resized(inputs, sizes_of_batch(inputs, 3))):
+        # batch norm takes no batch of one, and more than two show nothing new
+        for given in (resized(inputs, sizes_of_batch(inputs, 2)), inputs):
             try:
                 self._inputs, self._shapes = given, _shapes(dense, given)
             except Exception:

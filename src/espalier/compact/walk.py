@@ -36,9 +36,9 @@ _PLAIN = (
 )
 _SIMPLE = {types.NoneType, bool, int, float, str}
 _EMPTY = {dict, OrderedDict, list, set, tuple}
-# modules keep their parameters, buffers and children here
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
-_HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
+# what every module has: no results but those in closures of hooks
+_OWN = vars(nn.Module()).keys()
+_HOOKS = {name for name in _OWN if "hooks" in name}
 
 
 def leaves(
@@ -149,9 +149,8 @@ def left_behind(model: nn.Module, *, hooks: bool = False) -> Iterator[tuple[str,
     registered = {id(x) for x in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            # most of what a module holds is a number or an empty dict
             plain = type(value) in _SIMPLE or (type(value) in _EMPTY and not value)
-            if plain or key in _REGISTERED or (key in _HOOKS and not hooks):
+            if plain or (key in _OWN and not (hooks and key in _HOOKS)):
                 continue
             for path, x in leaves(value, f"{name}.{key}" if name else key):
                 if isinstance(x, Tensor) and id(x) not in registered:
