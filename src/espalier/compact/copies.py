@@ -48,7 +48,8 @@ def for_a_run(model: nn.Module) -> nn.Module:
     made = {module: object.__new__(type(module)) for module in model.modules() if _is_plain(type(module))}
     memo |= {id(module): new for module, new in made.items()}
     for module, new in made.items():
-        vars(new).update({key: _copied_value(x, memo) for key, x in vars(module).items()})
+        held = {key: x for key, x in vars(module).items() if key != "_compiled_call_impl"}
+        vars(new).update({key: _copied_value(x, memo) for key, x in held.items()})
     return copy.deepcopy(model, memo)
 
 
@@ -61,9 +62,9 @@ def _copied_buffers(model: nn.Module) -> dict[int, Tensor]:
 
 def _is_plain(kind: type[nn.Module]) -> bool:
     """Whether a module's copy is one of its attributes, and nothing else."""
-    own = (kind.__reduce_ex__, kind.__getstate__, getattr(kind, "__setstate__", None), hasattr(kind, "__deepcopy__"))
-    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    return own == (object.__reduce_ex__, object.__getstate__, nn.Module.__setstate__, False) and not slots
+    names = ("__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__")
+    same = all(getattr(kind, name, None) == getattr(nn.Module, name, None) for name in names)
+    return same and not any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def _copied_value(x: Any, memo: dict[int, Any]) -> Any:
