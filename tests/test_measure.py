@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import espalier
 from espalier import L1, GroupLasso, Heads, Input, Layout, NuclearNorm, StructureMonitor, regularize, structure
-from espalier.measure import Change
+from espalier.monitor import Change
 from tables import OPTIMIZERS, OptimizerCase, names
 
 LASSO = GroupLasso(0.1)

@@ -10,9 +10,9 @@ from espalier.groupings import Input as Input
 from espalier.groupings import Layout as Layout
 from espalier.groupings import Matrix as Matrix
 from espalier.groupings import Output as Output
-from espalier.measure import StructureMonitor as StructureMonitor
 from espalier.measure import StructureReport as StructureReport
 from espalier.measure import structure as structure
+from espalier.monitor import StructureMonitor as StructureMonitor
 from espalier.optim import RAMDA as RAMDA
 from espalier.optim import RMDA as RMDA
 from espalier.optim import ProxGen as ProxGen

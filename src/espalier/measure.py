@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from espalier.checks import refuse_dtensor
 from espalier.groupings import as_grouping, partition_of
-from espalier.optim.base import StructuredOptimizer
 from espalier.optim.checkpoint import Group, named
 from espalier.optim.emptied import Layer, StructureWarning, may_empty, too_strong, too_weak, warn_of_emptied
 from espalier.optim.wrappers import unwrap
@@ -133,7 +132,7 @@ class StructureReport:
 
 
 @dataclass(frozen=True)
-class _Penalised:
+class Penalised:
     """A penalised parameter with the structure that it has now."""
 
     name: str
@@ -149,9 +148,9 @@ class _Penalised:
         return Layer(self.name, self.tensor, self.penalty, bool(zero.all()), full and not bool(zero.any()))
 
 
-def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
+def penalised(target: Optimizer | Iterable[Group]) -> list[Penalised]:
     found = []
-    groups = target.param_groups if isinstance(target, Optimizer) else _listed(target)
+    groups = target.param_groups if isinstance(target, Optimizer) else listed(target)
     for j, group in enumerate(groups):
         penalty: Penalty | None = group.get("penalty")
         if penalty is None:
@@ -161,7 +160,7 @@ def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
             refuse_dtensor(p, name, "structure()")
             groups_of_p = partition_of(grouping, p.shape)
             x = groups_of_p.split(p.detach())
-            found.append(_Penalised(name, p, penalty, penalty.structure(x, groups_of_p), groups_of_p.count))
+            found.append(Penalised(name, p, penalty, penalty.structure(x, groups_of_p), groups_of_p.count))
     if not found:
         raise ValueError(
             "there is no penalised parameter to look at. Pass an Espalier optimizer, or the groups that "
@@ -170,20 +169,23 @@ def _penalised(target: Optimizer | Iterable[Group]) -> list[_Penalised]:
     return found
 
 
-def _inner(target: Any) -> StructuredOptimizer | None:
-    """The optimizer of this package that was given, be it in a framework's wrapper."""
+def warned(target: Any, found: Iterable[Penalised], *, stacklevel: int) -> tuple[str, ...]:
+    """Lines about what a penalty took too much or too little of, of which the user is also warned, once for each.
+
+    Groups alone do not say what was trained, so that this is about optimizers of this package, wrapped ones too.
+    """
     try:
-        return unwrap(target)
+        optimizer = unwrap(target)
     except TypeError:
-        return None
+        return ()
+    trained = [
+        x.as_trained for x in found if optimizer.state.get(x.tensor) and x.tensor.numel() and may_empty(x.penalty)
+    ]
+    warn_of_emptied(optimizer, trained, stacklevel=stacklevel + 1)
+    return (*too_strong(trained), *too_weak(optimizer, trained))
 
 
-def _trained(optimizer: StructuredOptimizer, found: Iterable[_Penalised]) -> list[Layer]:
-    """The parameters that the optimizer has trained under a penalty that can set something to zero."""
-    return [x.as_trained for x in found if optimizer.state.get(x.tensor) and x.tensor.numel() and may_empty(x.penalty)]
-
-
-def _listed(groups: Iterable[Group]) -> list[Group]:
+def listed(groups: Iterable[Group]) -> list[Group]:
     """The groups, with parameters that can be walked more than once."""
     listed = [groups] if isinstance(groups, dict) or not isinstance(groups, Iterable) else list(groups)
     if isinstance(groups, dict) or not all(isinstance(g, dict) for g in listed):
@@ -213,13 +215,8 @@ def structure(
     """
     if (model is None) != (example_inputs is None):
         raise TypeError("give the model and example inputs together: structure(optimizer, model, example_inputs).")
-    found = _penalised(target)
-    said: tuple[str, ...] = ()
-    if (inner := _inner(target)) is not None:
-        trained = _trained(inner, found)
-        said = (*too_strong(trained), *too_weak(inner, trained))
-        warn_of_emptied(inner, trained, stacklevel=2)
-    report = StructureReport(tuple(map(_measured, found)), said)
+    found = penalised(target)
+    report = StructureReport(tuple(map(_measured, found)), warned(target, found, stacklevel=2))
     return report if model is None or example_inputs is None else _with_sizes(report, model, example_inputs)
 
 
@@ -236,7 +233,7 @@ def _with_sizes(report: StructureReport, model: nn.Module, example_inputs: Input
     return replace(report, parameters=sizes.dense.parameters, shrunk_parameters=sizes.small.parameters)
 
 
-def _measured(x: _Penalised) -> LayerStructure:
+def _measured(x: Penalised) -> LayerStructure:
     rank, full_rank = x.structure.rank, x.structure.full_rank
     return LayerStructure(
         name=x.name,
@@ -247,74 +244,3 @@ def _measured(x: _Penalised) -> LayerStructure:
         rank=None if rank is None else int(rank.sum()),
         full_rank=None if full_rank is None else x.groups * full_rank,
     )
-
-
-@dataclass(frozen=True)
-class Change:
-    """What one look of a `StructureMonitor` saw.
-
-    Attributes:
-        look: its number, from 1 on.
-        flipped: groups that became zero or ceased to be since the last look, and matrices whose rank changed.
-        groups: of all groups.
-        stable_since: the look since which nothing has changed (the paper's T₀).
-    """
-
-    look: int
-    flipped: int
-    groups: int
-    stable_since: int
-
-
-class StructureMonitor:
-    """Follows the structure over training: what flips, and since when nothing has.
-
-    It looks at the weights; for RAMDA and RMDA look inside `optimizer.structured()`.
-    """
-
-    def __init__(self, target: Optimizer | Iterable[Group]) -> None:
-        self._target = target if isinstance(target, Optimizer) else _listed(target)
-        self._look = 0
-        self._stable_since = 0
-        self._last: dict[str, Tensor] = {}
-
-    def look(self) -> Change:
-        """Compare the weights' structure with that of the last look; the first look sees no flip.
-
-        Warns, once for each layer, of a trained layer that is zero as a whole; and if the run is over and nothing is.
-        """
-        self._look += 1
-        flipped = groups = 0
-        found = _penalised(self._target)
-        for i, x in enumerate(found):
-            key = f"{i} {x.name}"  # two groups may both hold a "weight"
-            now = (x.structure.zero if x.structure.rank is None else x.structure.rank).cpu()
-            if key in self._last:
-                if now.shape != self._last[key].shape:
-                    raise ValueError(
-                        f"{x.name} had {len(self._last[key])} groups and has {len(now)} now. "
-                        "Begin a new monitor for another model."
-                    )
-                flipped += int((now != self._last[key]).sum())
-            self._last[key] = now
-            groups += x.groups
-        if (inner := _inner(self._target)) is not None:
-            warn_of_emptied(inner, _trained(inner, found), stacklevel=2)
-        if flipped or self._look == 1:
-            self._stable_since = self._look
-        return Change(self._look, flipped, groups, self._stable_since)
-
-    @property
-    def stable_since(self) -> int:
-        """The look since which nothing has changed; 0 before the first."""
-        return self._stable_since
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values."""
-        return {"look": self._look, "stable_since": self._stable_since, "last": dict(self._last)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        self._look = state_dict["look"]
-        self._stable_since = state_dict["stable_since"]
-        self._last = {name: seen.cpu() for name, seen in state_dict["last"].items()}
