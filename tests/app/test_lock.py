@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from espalier.app.lock import NAME, locked
 from espalier.app.loop import Training, train
 from espalier.app.machine import make_accelerator
 from espalier.app.progress import Silent
-from espalier.app.run import Run
+from espalier.app.run import Run, replacing
 
 HOLD = "import sys; from pathlib import Path; from espalier.app.lock import locked\n"
 HOLD += "with locked(Path(sys.argv[1]), 'train'): print('mine', flush=True); sys.stdin.read()"
@@ -73,6 +74,33 @@ def test_a_directory_where_nothing_was_begun_is_left_as_it_was(tmp_path: Path) -
     with pytest.raises(Problem, match="holds no run"):
         train(job, Silent())
     assert [p.name for p in job.out.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock")
+def test_a_file_system_without_locks_is_said_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    said: list[str] = []
+
+    class Listener(Silent):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    job = small.job("digits", tmp_path, changes=("length=2", "milestones=[]"))
+    assert train(job, Listener()).finished
+    assert any("can't be locked" in line for line in said)
+
+
+def test_two_processes_may_write_one_page(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    with replacing(path, shared=True) as one:
+        with replacing(path, shared=True) as other:
+            other.write(b"other")
+        one.write(b"one")
+    assert path.read_bytes() == b"one"
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
 class Meddler(Silent):

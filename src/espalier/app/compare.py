@@ -131,7 +131,7 @@ def compare_runs(recipe: Recipe, runs: Mapping[str, Sequence[Run]], out: Path) -
     """Write the comparison and the report into `out`; the table to print, and the report's path."""
     made = rows(recipe, runs)
     facts = next(iter(runs.values()))[0].facts
-    with replacing(out / "compare.json") as file:
+    with replacing(out / "compare.json", shared=True) as file:
         file.write((json.dumps([asdict(row) for row in made], indent=1) + "\n").encode())
     report = write_report([run.path for each in runs.values() for run in each], out / "report.html")
     return table(recipe, made, facts["metric"], facts["structure"]), report

@@ -40,25 +40,28 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def locked(directory: Path, doing: str) -> Iterator[None]:
+def locked(directory: Path, doing: str) -> Iterator[bool]:
     """Hold the lock of a run's directory. The directory is made if it is missing, and removed if it stays empty.
 
     Args:
         directory: the run's directory.
         doing: what we do there, for the message of a process that finds the lock taken.
 
+    Yields:
+        Whether there is a lock: some file systems have none, and without the right to write there can't be one.
+
     Raises:
         Problem: another process has the lock.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     file = _take(directory)
-    if file is None:  # this file system has no locks, or we may not write here
-        yield
+    if file is None:
+        yield False
         return
     _open.add(file)
     try:
         _sign(file, doing)
-        yield
+        yield True
     finally:
         _open.discard(file)
         _give_back(file, directory, made)

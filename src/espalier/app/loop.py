@@ -40,13 +40,15 @@ def train(job: Job, progress: Progress, *, resume: bool = False) -> Run:
     """
     accelerator = make_accelerator(job)
     check_place(job.out)
-    with locked_together(job.out, "train", accelerator):
+    with locked_together(job.out, "train", accelerator) as held:
         run = begin(job, resume=resume)
         accelerator.wait_for_everyone()  # nobody writes before all have looked
         run.verify()
         if run.finished:
             progress.say(f"{job.out} is finished already.")
             return run
+        if not held:
+            progress.say(f"{job.out} can't be locked: see to it yourself that no other process trains there.")
         with denormals_as_zeros():
             return Training(job, run, accelerator, progress if accelerator.is_main_process else Silent()).go()
 

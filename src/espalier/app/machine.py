@@ -56,19 +56,20 @@ def find_device(asked: str) -> torch.device:
 
 
 @contextmanager
-def locked_together(directory: Path, doing: str, accelerator: Accelerator) -> Iterator[None]:
+def locked_together(directory: Path, doing: str, accelerator: Accelerator) -> Iterator[bool]:
     """A run's directory for these processes alone: the first has the lock, and the others hear if that failed."""
     problem: Problem | OSError | None = None
+    held = True
     with ExitStack() as stack:
         if accelerator.is_main_process:
             try:
-                stack.enter_context(locked(directory, doing))
+                held = stack.enter_context(locked(directory, doing))
             except (Problem, OSError) as error:
                 problem = error
         said = gather_object([None if problem is None else str(problem)])[0]
         if said is not None:
             raise problem or Problem(said)
-        yield
+        yield held
 
 
 def is_main() -> bool:

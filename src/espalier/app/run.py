@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,10 +167,13 @@ def _step(look: dict[str, Any]) -> int:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when it is whole, and leaves it as it was when it can't be."""
+def replacing(path: Path, *, shared: bool = False) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` when it is whole, and leaves it as it was when it can't be.
+
+    `shared`: other processes may do the same at the same time, because no lock is held.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part" if shared else f".{path.name}.part")
     try:
         with part.open("w+b") as file:
             yield file

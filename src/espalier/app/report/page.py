@@ -25,7 +25,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     if out.is_dir():
         raise Problem(f"{out} is a directory: name a file in it with --out")
     try:
-        with replacing(out) as file:
+        with replacing(out, shared=True) as file:
             file.write(page.encode("utf-8", "replace"))
     except OSError as error:
         raise Problem(f"{out} cannot be written: {error.strerror or error}; name another file with --out") from error
