@@ -32,33 +32,34 @@ def step(optimizer: StructuredOptimizer) -> list[Tensor]:
 # ---------------------------------------------------------------------------------------------- set on a group
 
 
-@every_optimizer
+WRONG: tuple[tuple[str, Any], ...] = (
+    ("penalty", "lasso"),
+    ("penalty", espalier.NuclearNorm(1e-3)),
+    ("grouping", "rows"),
+    ("grouping", "matrix"),
+    ("solver", "magic"),
+    ("fused", "yes"),
+    ("lr", -1.0),
+    ("lr", float("nan")),
+    ("lr", "fast"),
+    ("lr", torch.tensor([0.1, 0.1])),
+    ("lr", torch.tensor(-1.0)),
+    ("momentum", 1.5),
+    ("betas", (0.9, 1.5)),
+    ("betas", 0.9),
+    ("eps", 0.0),
+    ("weight_decay", -1.0),
+    ("total_steps", 2.5),
+)
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("penalty", "lasso"),
-        ("penalty", espalier.NuclearNorm(1e-3)),
-        ("grouping", "rows"),
-        ("grouping", "matrix"),
-        ("solver", "magic"),
-        ("fused", "yes"),
-        ("lr", -1.0),
-        ("lr", float("nan")),
-        ("lr", "fast"),
-        ("lr", torch.tensor([0.1, 0.1])),
-        ("lr", torch.tensor(-1.0)),
-        ("momentum", 1.5),
-        ("betas", (0.9, 1.5)),
-        ("betas", 0.9),
-        ("eps", 0.0),
-        ("weight_decay", -1.0),
-        ("total_steps", 2.5),
-    ],
+    ("case", "key", "value"),
+    [(case, key, value) for case in OPTIMIZERS for key, value in WRONG if key in build(case).defaults],
+    ids=lambda x: getattr(x, "name", None),
 )
 def test_a_wrong_value_set_later_raises_what_the_constructor_raises(case: OptimizerCase, key: str, value: Any) -> None:
     optimizer = build(case, espalier.GroupLasso(1e-2))
-    if key not in optimizer.param_groups[0]:
-        return
     before = step(optimizer)
     group = dict(optimizer.param_groups[0])
     with pytest.raises((TypeError, ValueError)) as expected:
@@ -89,6 +90,19 @@ def test_a_penalty_set_later_that_does_not_fit_names_the_parameter(case: Optimiz
     step(optimizer)
     optimizer.param_groups[0]["penalty"] = espalier.GroupLasso(0.5)
     with pytest.raises(ValueError, match=r"parameter 1 of group 0: input groups need an axis 1"):
+        optimizer.step()
+
+
+@every_optimizer
+def test_a_grouping_may_stay_without_its_penalty_but_not_come_alone(case: OptimizerCase) -> None:
+    optimizer = build(case, espalier.GroupLasso(0.5))
+    step(optimizer)
+    optimizer.param_groups[0]["penalty"] = None
+    step(optimizer)
+    optimizer = build(case)
+    step(optimizer)
+    optimizer.param_groups[0]["grouping"] = "input"
+    with pytest.raises(ValueError, match="a grouping but no penalty"):
         optimizer.step()
 
 
@@ -127,12 +141,15 @@ def test_lr_of_two_elements_is_torchs_error(case: OptimizerCase) -> None:
 
 # ---------------------------------------------------------------------------------------------- the constructor
 
+TORCHS = ("weight_decay", "betas", "momentum", "nesterov", "foreach")
 
-@every_optimizer
-@pytest.mark.parametrize("name", ["weight_decay", "betas", "momentum", "nesterov", "foreach"])
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(case, name) for case in OPTIMIZERS for name in TORCHS if name not in build(case).defaults],
+    ids=lambda x: getattr(x, "name", None),
+)
 def test_a_setting_of_torchs_that_is_not_there_gives_a_hint(case: OptimizerCase, name: str) -> None:
-    if name in build(case).defaults:
-        return
     with pytest.raises(TypeError, match=rf"^{case.build.__name__} has no {name}\. .*(Give|ProxGen|Leave)"):
         build(case, **{name: 0.1})
 

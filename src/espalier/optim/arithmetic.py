@@ -28,7 +28,7 @@ def average(w: Tensor, z: Tensor, c: Scalar) -> None:
 def add_square(x: Tensor, y: Tensor, s: Scalar) -> None:
     """x ← min(x + s y², the largest finite number): an infinite metric would make NaN of the weights."""
     x.addcmul_(y, y * s) if isinstance(s, Tensor) else x.addcmul_(y, y, value=s)
-    x.clamp_(max=torch.finfo(x.dtype).max)  # NaN stays NaN
+    x.clamp_max_(torch.finfo(x.dtype).max)  # NaN stays NaN
 
 
 def follow(master: Tensor, p: Tensor) -> None:

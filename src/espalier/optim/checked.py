@@ -44,8 +44,7 @@ class CheckedGroups:
                 refuse_dtensor(p, name, "skip_nonfinite")
         if group["capturable"] and len({p.device for p in group["params"]}) > 1:
             raise ValueError("capturable=True needs each parameter group on one device. Make one for each.")
-        if group["penalty"] is None and group["grouping"] is not None:
-            raise ValueError("a parameter group has a grouping but no penalty. Give it penalty=... too.")
+        _refuse_grouping_alone(group)
         self._check_penalty(group, index)
         self._check_fused(group, index)
 
@@ -59,6 +58,9 @@ class CheckedGroups:
             self._optimizer._check_numbers(rounded_up(group))
             if seen is None or not all(map(is_, now[: len(OBJECTS)], seen)):
                 self._check_penalty(group, j)
+                # a penalty may be taken away and leave its grouping; a grouping that comes alone is a mistake
+                if seen is not None and seen[:2] == [None, None] and group["penalty"] is None:
+                    _refuse_grouping_alone(group)
             if seen is not None and group["fused"] is not seen[len(OBJECTS)]:
                 self._check_fused(group, j)
             self._seen[j] = [group.get(k) for k in _WATCHED]
@@ -105,3 +107,8 @@ class CheckedGroups:
             for p, name in named(group, index):
                 if missing := kernels.lacking(self._optimizer, group, p):
                     raise ValueError(f"fused=True cannot serve {name}: {missing}. Use fused=None to fuse where it can.")
+
+
+def _refuse_grouping_alone(group: Group) -> None:
+    if group["penalty"] is None and group["grouping"] is not None:
+        raise ValueError("a parameter group has a grouping but no penalty. Give it penalty=... too.")
