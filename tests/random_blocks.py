@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # the domains of a tensor: (B, W); (B, T, W); (B, W, L), (B, W, H, W), (B, W, D, H, W)
 SPATIAL = {"flat": 0, "sequence": 0, "signal": 1, "image": 2, "volume": 3}
@@ -601,6 +602,64 @@ def containers(r: Random, w: int, nd: int) -> Part:
     return Part(plain, parts, family(h, rows("a"), columns("b")))
 
 
+class Gained(nn.Linear):
+    """A layer of the user's own, by inheritance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 0.5, self.bias)
+
+
+class Centred(nn.Linear):
+    """Weight standardization: each weight depends on its whole row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        return F.linear(x, (w - w.mean(1, keepdim=True)) / (w.std(1, keepdim=True) + 1e-3), self.bias)
+
+
+class Adapted(nn.Module):
+    """A low rank beside a weight, as LoRA has it."""
+
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(n, m), nn.Linear(n, 2, bias=False), nn.Linear(2, m, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.up(self.down(x))
+
+
+@block(*LAST)
+def wrapped(r: Random, w: int, nd: int) -> Part:
+    """Layers under hooks, inheritance, adapters, functional calls and checkpoints."""
+    h, how = hidden(r), r.randrange(9)
+    kind = {0: Gained, 1: Centred, 2: Adapted}.get(how, nn.Linear)
+    a, b = kind(w, h), kind(h, w)
+    if how == 3:
+        a.register_forward_hook(lambda m, args, out: out * 2 + 1)
+    if how == 4:
+        b.register_forward_pre_hook(lambda m, args: (args[0].relu() - 0.5,))
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        if how == 5:
+            y = torch.func.functional_call(s.a, {k: v * 2 for k, v in s.a.named_parameters()}, (x,))
+        elif how == 6:
+            return checkpoint(lambda z: s.b(s.a(z).relu()), x, use_reentrant=False)
+        elif how == 7:
+            return F.linear(F.linear(x, s.a.weight[: h - 2], s.a.bias[: h - 2]).relu(), s.b.weight[:, : h - 2])
+        elif how == 8:
+            with torch.no_grad():
+                s.a.weight.clamp_(-0.3, 0.3)
+            y = s.a(x)
+        else:
+            y = s.a(x)
+        return s.b(y.relu())
+
+    dead = family(h, rows("a"), columns("b"))
+    if how == 2:
+        dead = family(h, rows("a.base"), rows("a.up", bias=False), columns("b.base"), columns("b.down"))
+    return Part(run, {"a": a, "b": b}, dead)
+
+
 # --------------------------------------------------------------------------------- state in eval
 
 
@@ -1128,8 +1187,10 @@ def flipped(r: Random, w: int, nd: int) -> Part:
 
 @block("tokens")
 def embedded(r: Random, w: int, nd: int) -> Part:
-    how = r.randrange(5)
+    how = r.randrange(6)
     parts: dict[str, Any] = {"e": nn.Embedding(11, w, padding_idx=0 if how == 1 else None)}
+    if how == 5:
+        parts["e"].max_norm = 1.0  # it writes into its weight as it runs
     if how in (2, 3):
         parts["p"] = nn.Embedding(16, w)
     if how == 4:
