@@ -163,7 +163,7 @@ def test_a_compiled_run_goes_on_to_the_bit_too(traced: None, tmp_path: Path) -> 
     assert_same(whole, train(cut, Silent(), resume=True))
     assert whole.facts["settings"]["compile"]
     plain = train(small.job("digits", tmp_path, changes=ODD[:1], out="plain"), Silent())
-    assert "compile" not in plain.facts["settings"]  # as in runs from before there was such a setting
+    assert plain.facts["settings"]["compile"] is False
     (weights, _), (others, _) = outcome(whole), outcome(plain)
     for name in weights.keys() | others.keys():
         torch.testing.assert_close(weights[name], others[name])
@@ -391,6 +391,22 @@ def test_a_stopped_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         train(job, StopAt(3))
     assert read(job.out).facts["status"] == "stopped"
+
+
+def test_a_run_from_before_a_setting_existed_goes_on(tmp_path: Path) -> None:
+    job = small.job("digits", tmp_path, changes=("length=4", "milestones=[2]"))
+    with pytest.raises(Stopped):
+        train(job, StopAt(3))
+    run = read(job.out)
+    settings = run.facts["settings"]
+    for new in ("compile", "recalibrate"):  # which has another value here than by default
+        settings.pop(new)
+    settings["methods"]["ramda"].pop("warmup")
+    run.update(settings=settings)
+    with pytest.raises(Problem, match="another run, with recalibrate = 20 instead of 2"):
+        train(job, Silent(), resume=True)
+    run.update(settings={**settings, "recalibrate": 2})
+    assert train(job, Silent(), resume=True).finished
 
 
 class Listener(StopAt):

@@ -21,7 +21,7 @@ from espalier.app.finite import Diverged, first_nonfinite
 from espalier.app.lock import locked
 from espalier.app.look import Looker, at_structured_point
 from espalier.app.recipe import Recipe
-from espalier.app.run import Run, read, replacing
+from espalier.app.run import Run, filled, read, replacing
 from espalier.app.tasks import Task, build, open_task
 from espalier.compact.denormals import denormal
 
@@ -220,7 +220,7 @@ def _dense_beside(run: Run) -> Run | None:
 
 def _shared(run: Run) -> dict[str, Any]:
     """The settings that runs of several methods and seeds have in common."""
-    return {k: v for k, v in run.facts["settings"].items() if k not in ("method", "seed", "methods")}
+    return {k: v for k, v in filled(run.facts["settings"]).items() if k not in ("method", "seed", "methods")}
 
 
 def export_run(path: Path, out: Path | None, format: str) -> tuple[Path, bool]:

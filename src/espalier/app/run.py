@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from pydantic import ValidationError
 
 from espalier import __version__
 from espalier.app import digest
@@ -47,8 +48,6 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What determines the run, as plain values."""
         recipe = self.recipe.model_dump(mode="json", exclude=MAY_CHANGE)
-        if not recipe["compile"]:
-            del recipe["compile"]  # which runs from before there was such a setting do not have
         return {"recipe": self.name, "method": self.method, "seed": self.seed, **recipe}
 
     @property
@@ -222,7 +221,7 @@ def check_place(path: Path) -> None:
 
 def _same(run: Run, job: Job) -> None:
     """Refuse to go on with other settings than a run began with, and name the first that differs."""
-    was = {**_flat(run.facts["settings"]), "--data": run.facts["data_root"]}
+    was = {**_flat(filled(run.facts["settings"])), "--data": run.facts["data_root"]}
     now = {**_flat(job.settings), "--data": job.data_root}
     if run.facts["status"] == "diverged":  # a smaller one is a way on
         was.pop(lr := f"methods.{job.method}.lr", None)
@@ -235,6 +234,16 @@ def _same(run: Run, job: Job) -> None:
                 f"{run.path} holds another run, with {key} = {was.get(key)} instead of {now.get(key)}: "
                 "name another --out"
             )
+
+
+def filled(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings with the defaults of those that there were not when it began."""
+    own = {k: v for k, v in settings.items() if k in ("recipe", "method", "seed")}
+    try:
+        recipe = Recipe.model_validate({"title": "", **{k: v for k, v in settings.items() if k not in own}})
+    except ValidationError:  # what differs is named
+        return settings
+    return {**own, **recipe.model_dump(mode="json", exclude=MAY_CHANGE)}
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
