@@ -39,13 +39,13 @@ class Fixed(nn.Module):
 
 ids = torch.randint(20, (4, 6))
 SIZES: dict[str, tuple[nn.Module, Any, list[list[tuple[int, ...]]]]] = {
-    "images": (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), [[(3, 3, 9, 9)], [(1, 3, 7, 7)], [(2, 3, 17, 17)]]),
-    "wide images": (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 6, 8), [[(3, 3, 7, 9)], [(1, 3, 5, 7)], [(2, 3, 13, 17)]]),
-    "features": (nn.Linear(6, 2), torch.randn(3, 6), [[(1, 6)], [(2, 6)]]),
+    "images": (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), [[(3, 3, 9, 9)], [(1, 3, 7, 7)], [(4, 3, 17, 17)]]),
+    "wide images": (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 6, 8), [[(3, 3, 7, 9)], [(1, 3, 5, 7)], [(4, 3, 13, 17)]]),
+    "features": (nn.Linear(6, 2), torch.randn(3, 6), [[(1, 6)], [(4, 6)]]),
     "length as wide as the features": (
         nn.Linear(6, 2),
         torch.randn(2, 6, 6),
-        [[(3, 7, 6)], [(1, 5, 6)], [(2, 13, 6)], [(2, 1, 6)]],
+        [[(3, 7, 6)], [(1, 5, 6)], [(4, 13, 6)], [(4, 1, 6)]],
     ),
     "text": (Text(), ids, [[(3, 7)], [(1, 5)], [(2, 1)]]),
     "text and mask": (
@@ -53,11 +53,11 @@ SIZES: dict[str, tuple[nn.Module, Any, list[list[tuple[int, ...]]]]] = {
         {"ids": ids, "mask": torch.ones(4, 6, 6) > 0},
         [[(3, 7), (3, 7, 7)], [(1, 5), (1, 5, 5)], [(2, 1), (2, 1, 1)]],
     ),
-    "no longer text": (Text(), torch.randint(20, (3, 9)), [[(1, 9)], [(2, 9)]]),
+    "no longer text": (Text(), torch.randint(20, (3, 9)), [[(1, 9)], [(4, 9)]]),
     "one step": (
         nn.LSTM(6, 5, batch_first=True),
         torch.randn(2, 1, 6),
-        [[(3, 2, 6)], [(1, 1, 6)], [(2, 3, 6)], [(2, 1, 6)]],
+        [[(3, 2, 6)], [(1, 1, 6)], [(4, 3, 6)], [(4, 1, 6)]],
     ),
     "one size": (Fixed(), torch.randn(4, 36), []),
     "no tensors": (nn.Identity(), (3,), []),

@@ -23,7 +23,7 @@ _LITTLE = 2**15
 
 def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
     """Inputs like these that the model takes: a batch of 3 (2 if they are large) with lengths and images of one more, a
-    batch of 1 with one less, and if they are little, of 2 with lengths of 1, and of twice the length and one.
+    batch of 1 with one less, and if they are little, one of 4 or 2 with lengths of 1, and of twice the length and one.
 
     Which dimensions may vary is found by running the model. The first dimension of the first tensor is the batch, with
     the first ones of equal size. Other dimensions of equal size move together, or each by itself if the model does not
@@ -34,10 +34,11 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
     if not tensors:
         return []
     batch = [*sizes_of_batch(inputs, 0)]
-    one, two, three = (sizes_of_batch(inputs, n) if n != len(tensors[0]) else {} for n in (1, 2, 3))
+    n = len(tensors[0])
+    little = sum(x.numel() for x in tensors) <= _LITTLE
+    more_of_them, even = (3 if little or n == 2 else 2), (4 if n < 4 else 2)
+    one, large, evenly = (sizes_of_batch(inputs, m) if m != n else {} for m in (1, more_of_them, even))
     one = one if one and taken(one) else {}
-    if two and sum(x.numel() for x in tensors) > _LITTLE:
-        three = two
     more, less, varying = list[Sizes](), list[Sizes](), Sizes()
     for size, dims in _alike(tensors, batch):
         split = [[at for at in dims if at[1] == d] for d in sorted({d for _, d in dims})]
@@ -49,14 +50,14 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
                 if some is dims:
                     break
     found: list[Sizes] = []
-    for first, steps in ((three, more), (one, less)):
+    for first, steps in ((large, more), (one, less)):
         together = first | {at: n for step in steps for at, n in step.items()}
         if together and taken(together):
             found.append(together)
         elif steps:
             found += [x for x in (first, *(one | step for step in steps)) if x and taken(x)]
-    far = ({at: 2 * n + 1 for at, n in varying.items()}, dict.fromkeys(varying, 1)) if varying else ({},)
-    for sizes in (two | lengths for lengths in far):
+    far = ({at: 2 * size + 1 for at, size in varying.items()}, dict.fromkeys(varying, 1)) if varying else (Sizes(),)
+    for sizes in (evenly | lengths for lengths in far):
         if sizes and sum(x.numel() for x in tensors_in(resized(inputs, sizes))) <= _LITTLE and taken(sizes):
             found.append(sizes)
     return [given for sizes in found if taken.here(given := OtherSizes(resized(inputs, sizes)))]
