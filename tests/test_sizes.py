@@ -141,3 +141,19 @@ def test_a_model_that_takes_another_way_at_another_size_stays_right(
     for n in sizes:
         x = inputs(n)
         torch.testing.assert_close(small(x), model(x))
+
+
+def test_half_precision_fails_at_another_size_as_any_dtype_does() -> None:
+    class Several(AloneIsSpecial):
+        """A batch of more than three joins the channels with others, of the dense width."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            y: Tensor = self.many(h if len(x) < 4 else h + torch.ones(16, dtype=x.dtype))
+            return y
+
+    model = Several().bfloat16()
+    with torch.no_grad():
+        model.many.weight[:, :8] = 0
+    small = espalier.shrink(model, torch.randn(2, 3).bfloat16(), **QUICK).model
+    assert small(torch.randn(4, 3).bfloat16()).shape == (4, 2)

@@ -207,7 +207,8 @@ def difference(
     Each run begins with a fresh copy. What depends on the inputs is compared: all that models return, what they leave
     on their modules and, if a call changes their state, what they return at a second one. In float64 a wrong removal
     stays and rounding goes. There the dense model's own rounding is seen, too: in their own dtype the two may differ by
-    four times as much where that is more than `ALLOWED`, as it is with TF32. Other sizes are run in one dtype.
+    four times as much where that is more than `ALLOWED`, as it is with TF32. Other sizes
+    are run in float64 only if the model is of half precision, or differs.
 
     stop_at: leave out further inputs once something differs by so much more than is allowed.
     """
@@ -223,23 +224,19 @@ def difference(
     coarse = max((torch.finfo(d).eps for d in floats), default=0.0) > torch.finfo(torch.float32).eps
     left: dict[int, tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]] = {}
     for i, args in enumerate(inputs):
-        # another way at another size shows in one dtype: the finer one, or the faster one if that is fine enough
-        sized = isinstance(args, OtherSizes)
-        own: list[Comparison] = []
-        a: Run | None = None
-        if not (sized and coarse and wide):
-            a, held = dense_run(dense, args)
-            b = run(small, args)
-            own = _both(a, b, i, held)
-            left[i] = a.left, b.left, held
-        if wide and (coarse or not sized or not all(c.ok for c in own)):
+        a, held = dense_run(dense, args)
+        b = run(small, args)
+        own = _both(a, b, i, held)
+        left[i] = a.left, b.left, held
+        # another way at another size shows in float32, too, which is the faster
+        if wide and (coarse or not isinstance(args, OtherSizes) or not all(c.ok for c in own)):
             try:
                 truth, rounded = dense_run(wide[0], doubled(args))
                 exact = _both(truth, run(wide[1], doubled(args)), i, rounded)
             except Exception as e:
                 skipped = f"{type(e).__name__}: {e}"
             else:
-                own = [_with_rounding(c, a.returned, truth.returned) for c in own] if a else own
+                own = [_with_rounding(c, a.returned, truth.returned) for c in own]
                 found += exact
                 if all(c.dtype is not torch.float64 for c in exact):
                     skipped = f"the model itself rounds to {_short(exact[0].dtype)}"
