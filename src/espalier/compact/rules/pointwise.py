@@ -65,9 +65,10 @@ def pointwise(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     tracer.set(out, result, checked(constant, out, result))
 
 
-def cast_type(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
+def cast_type(tracer: Tracer, name: str, a: Arguments, out: Any) -> None:
     tag = tracer.tag(a["args"][0])
-    tracer.set(out, tag.label, tag.constant)
+    if isinstance(out, Tensor):  # type() gives a name
+        tracer.set(out, tag.label, tag.constant)
 
 
 def noise(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:

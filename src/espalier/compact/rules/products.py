@@ -18,19 +18,21 @@ def linear(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
 
 
 def matmul(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
-    x, weight = a["args"][:2]
+    operands = [*a["args"], *a["kwargs"].values()]
+    x, weight = operands[0], operands[1]
     if tracer.name(weight) and weight.dim() == 2 and not tracer.name(x):
         _product(tracer, x, weight, None, out, -1, transposed=True, borders=False)
     else:
-        tracer.pin([a["args"]], f"{name} of two tensors needs all of their channels")
+        tracer.pin([a["args"], a["kwargs"]], f"{name} of two tensors needs all of their channels")
 
 
 def addmm(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
-    bias, x, weight = a["args"][:3]
-    if tracer.name(bias) and tracer.name(weight) and bias.dim() == 1 and not a["kwargs"]:
-        _product(tracer, x, weight, bias, out, -1, transposed=True, borders=False)
-    else:
-        tracer.pin([a["args"]], f"{name} needs all of its channels")
+    if len(a["args"]) == 3 and not a["kwargs"]:
+        bias, x, weight = a["args"]
+        if tracer.name(bias) and tracer.name(weight) and bias.dim() == 1:
+            _product(tracer, x, weight, bias, out, -1, transposed=True, borders=False)
+            return
+    tracer.pin([a["args"], a["kwargs"]], f"{name} needs all of their channels")
 
 
 def conv(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
@@ -103,9 +105,11 @@ def _product(
 ) -> None:
     known, known_bias = tracer.name(weight), tracer.name(bias)
     columns = columns_of(tracer, x, dim)
-    if known is None or (bias is not None and known_bias is None) or columns is None or tracer.name(x):
+    named = known is not None and (bias is None or known_bias is not None) and not tracer.name(x)
+    if not named or known is None or columns is None or weight.dim() < 2:
         tracer.pin(
-            [x], "a weight that is no parameter" if known is None else "channels in another dimension than it reads"
+            [x, weight, bias],
+            "a weight that is no parameter" if known is None else "channels in another dimension than it reads",
         )
         return
     columns = tracer.slot(known, 0 if transposed else 1, columns)
@@ -134,7 +138,7 @@ def embedding(tracer: Tracer, name: str, a: Arguments, out: Tensor) -> None:
     weight = a["weight"]
     known = tracer.name(weight)
     if known is None or a["max_norm"] is not None:
-        return
+        raise Unknown
     constant = (weight.amin(0) == weight.amax(0)).cpu()
     give(tracer, out, -1, tracer.slot(known, 1), constant)
 
