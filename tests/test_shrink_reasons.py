@@ -227,6 +227,12 @@ def test_an_lstm_with_a_projection_stays_whole(options: dict[str, Any], ignore: 
     assert (small.r.hidden_size, small.r.proj_size, small.e.out_features) == (6, 3, 8 - zeros)
 
 
+def test_a_recurrent_layer_is_given_its_input_by_name() -> None:
+    net = Net(lambda s, x: s.f(s.r(input=s.e(x))[0]), e=nn.Linear(4, 8), r=nn.GRU(8, 6), f=nn.Linear(6, 2))
+    net.r.weight_ih_l0.data[:, :3] = 0
+    assert shrunk(net, torch.randn(3, 5, 4)).model.e.out_features == 5
+
+
 def test_layers_of_low_rank_answer_for_their_sizes() -> None:
     """Code may ask on a branch that the examples do not take."""
     net = Net(lambda s, x: s.a(x) if len(x) != 5 else s.a(x) * s.a.out_features, a=nn.Linear(30, 20))

@@ -25,7 +25,8 @@ def _recurrent(
 ) -> Any:
     with torch._C.DisableTorchFunction():
         out = forward(*args, **kwargs)
-        x, hx = args[0], (args[1] if len(args) > 1 else kwargs.get("hx"))
+        x = args[0] if args else kwargs["input"]
+        hx = args[1] if len(args) > 1 else kwargs.get("hx")
         columns = columns_of(tracer, x, -1) if isinstance(x, Tensor) else None
         if columns is None or module.proj_size or hx is not None:
             why = (
