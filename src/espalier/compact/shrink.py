@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from espalier.checks import check_number
-from espalier.compact.copies import ShrinkError, copied, for_a_run, same_numbers
+from espalier.compact.asked import check_given, first_run, of_batch, random_run
+from espalier.compact.copies import ShrinkError, copied, for_a_run
 from espalier.compact.denormals import denormal
-from espalier.compact.examples import Call, Inputs, as_given, cloned, random_like
+from espalier.compact.examples import Call, Inputs, as_given, cloned
 from espalier.compact.nothing import nothing_left
 from espalier.compact.optimizer import carried_over
 from espalier.compact.plan import Care, Plan, plan, shared_folds, tell_zeros, unused
@@ -23,14 +23,14 @@ from espalier.compact.probe import found_for, record
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
-from espalier.compact.runs import Run, dependent, kept_random, results, run
+from espalier.compact.runs import dependent, kept_random, results
 from espalier.compact.search import most
-from espalier.compact.sizes import other_sizes, resized, sizes_of_batch
+from espalier.compact.sizes import other_sizes
 from espalier.compact.timing import inputs_given
 from espalier.compact.trace import Trace, Tracer
 from espalier.compact.training import Training
 from espalier.compact.verify import Difference, check
-from espalier.compact.walk import left_behind, tensors_in
+from espalier.compact.walk import left_behind
 from espalier.optim.emptied import StructureWarning
 
 # what rounding a bias that takes up constants may change, in float32
@@ -81,9 +81,15 @@ def shrink(
 ) -> Shrunk:
     """Remove what a model does not need, and check that it computes the same.
 
-    model: it is left as it is, unless `inplace`. Its outputs are those of eval mode, and only these stay the same:
-        batch norm's statistics are constants there. Denormal numbers among weights (not float16's) count as zeros,
-        where outputs differ by no more than rounding then.
+    Outputs are compared on the examples, on random inputs like them, and at other sizes that the model takes: other
+    batches, and lengths and images of one more, one less, one alone and, if they are little, twice as many. At most 20
+    runs find out which. All that the model returns or leaves on its modules is compared, each time from a fresh copy,
+    and a second call, too, if the first changes the model's state. What is handed out was never run. If something
+    differs, more channels are kept, and the report says which and why.
+
+    model: it is left as it is, unless `inplace`, and only copies of it are run. Its outputs are those of eval mode, and
+        only these stay the same: batch norm's statistics are constants there. Denormal numbers among weights (not
+        float16's) count as zeros, where outputs differ by no more than rounding then.
     example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments. The model is run on them, once, to
         see what becomes of each channel; where its code branches, what holds is the branch taken here.
     gather: where a layer does not read some channels that others read, let it select its inputs: "auto" where that was
@@ -105,7 +111,7 @@ def shrink(
     if isinstance(also, Tensor | Mapping):
         raise TypeError("also is a list of inputs, each as example_inputs are: put it into [ ].")
     factors = ("always" if low_rank else "never") if isinstance(low_rank, bool) else low_rank
-    _check(model, (inputs, served), {"gather": gather, "low_rank": factors}, align, ignore)
+    check_given(model, (inputs, served), {"gather": gather, "low_rank": factors}, align, ignore)
     align = align or (_ALIGN_ON_CUDA if any(p.is_cuda for p in model.parameters()) else 1)
     coarsest = _coarsest(model)
     rank_tol = _RANK_TOL.get(coarsest, torch.finfo(coarsest).eps / 8) if rank_tol is None else rank_tol
@@ -130,14 +136,14 @@ def _shrunk(
     dense = dict(model.named_parameters(remove_duplicate=False))
     modes = {name: m.training for name, m in model.named_modules()}
     original = copied(model).eval()
-    first = _first_run(original, inputs, "example inputs")
+    first = first_run(original, inputs, "example inputs")
     layers = {}
     if served is not None:
-        _first_run(original, served, "inputs to time it with")
+        first_run(original, served, "inputs to time it with")
         layers = inputs_given(original, served)
-    runs = [(inputs, first), *_random(original, inputs)]
+    runs = [(inputs, first), *random_run(original, inputs)]
     left = dependent([given for given, _ in runs], [seen.left for _, seen in runs], original)
-    left |= _of_batch(original, inputs, first, left)
+    left |= of_batch(original, inputs, first, left)
     trials = [*(given for given, _ in runs), *also, *other_sizes(original, inputs)]
     _trace(original, inputs, ignore, left)  # it must be possible before anything is removed
     original = _without_denormals(original, trials, ignore)
@@ -172,26 +178,6 @@ def _shrunk(
     return Shrunk(model if inplace else made.small, report, made.kept, dense)
 
 
-def _first_run(original: nn.Module, inputs: Call, given: str) -> Run:
-    """A run that shows whether the model can be run on copies that share its parameters."""
-    for name, p in original.named_parameters():
-        if isinstance(p, UninitializedParameter):
-            raise ShrinkError(f"{name} is not initialised yet: run the model once before it is shrunk.")
-    tried = copied(original)
-    try:
-        found = run(tried, inputs)
-    except ShrinkError:
-        raise
-    except Exception as error:
-        raise ShrinkError(f"the model itself fails on the {given}: {type(error).__name__}: {error}") from error
-    for (name, p), q in zip(original.named_parameters(), tried.parameters(), strict=True):
-        if not same_numbers(p, q):
-            raise ShrinkError(
-                f"the model writes into its parameter {name} when it runs in eval mode: make it a buffer."
-            )
-    return found
-
-
 def _about_saving(model: nn.Module, kept: Kept) -> tuple[str, ...]:
     """Where a library's own way to save a model would lose what was done."""
     if not hasattr(type(model), "save_pretrained") or not (kept.index or kept.gone):
@@ -200,19 +186,6 @@ def _about_saving(model: nn.Module, kept: Kept) -> tuple[str, ...]:
         "save_pretrained writes the dense model's configuration, so that from_pretrained refuses the weights or "
         "computes something else: use espalier.save and espalier.load",
     )
-
-
-def _of_batch(original: nn.Module, inputs: Call, first: Run, left: Collection[str]) -> set[str]:
-    """Names of what is left on modules and varies with the batch alone: a result, though the same for all inputs."""
-    if first.left.keys() <= set(left):
-        return set()
-    n = next((len(x) for x in tensors_in(inputs) if x.dim()), 0)
-    other = resized(inputs, sizes_of_batch(inputs, 2 if n == 1 else 1))
-    try:
-        found = run(original, other, again=False).left
-    except Exception:
-        return set()
-    return {name for name, x in first.left.items() if name in found and found[name].shape != x.shape}
 
 
 def _carried(changed: Sequence[str]) -> str:
@@ -273,52 +246,6 @@ def _without_denormals(model: nn.Module, trials: Sequence[Call], ignore: Sequenc
     except Exception:  # weights that are divided by their own norm
         return model
     return flushed
-
-
-def _random(model: nn.Module, inputs: Call) -> list[tuple[Call, Run]]:
-    """Random inputs and what becomes of them, if the model takes them: lengths and indices may not be just any."""
-    drawn = random_like(inputs, 0)
-    try:
-        return [(drawn, run(model, drawn, again=False))]
-    except Exception:
-        return []
-
-
-def _check(
-    model: nn.Module, inputs: Sequence[Call], when: Mapping[str, str], align: int | None, ignore: Sequence[str]
-) -> None:
-    kind = type(model).__name__
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(f"{kind} is compiled by TorchScript: shrink the model that it was made from.")
-    if hasattr(model, "_orig_mod"):
-        raise TypeError("the model is compiled: shrink the one given to torch.compile, and compile the result.")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise TypeError(f"the model is wrapped in {kind}: shrink model.module.")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not a {kind}.")
-    for option, value in when.items():
-        if value not in ("auto", "always", "never"):
-            raise ValueError(f'{option} must be "auto", "always" or "never", not {value!r}.')
-    if align is not None and (not isinstance(align, int) or align < 1):
-        raise ValueError(f"align must be a whole number, 1 or more, not {align!r}.")
-    names = {name for name, _ in model.named_modules()}
-    for name in ignore:
-        if name not in names:
-            raise ValueError(f"ignore names {name!r}, and the model has no such module.")
-    devices = {p.device for p in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1:
-        raise ValueError(f"the model is on several devices, {', '.join(sorted(map(str, devices)))}: move it to one.")
-    for x in tensors_in(inputs):
-        if devices and x.device not in devices:
-            raise ValueError(f"an input is on {x.device}, the model on {devices.pop()}: move one of them.")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{name} is compiled by TorchScript, and cannot be looked into: use the module it was made of."
-            )
-        if module.__dict__.get("forward") is not None:
-            raise TypeError(f"{name or 'the model'} has a forward of its own on the instance, which a copy shares: "
-                            "define it in the class.")  # fmt: skip
 
 
 def _remove(
