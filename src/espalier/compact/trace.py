@@ -8,8 +8,8 @@ are the same number for every input of the model; the number is in the tensor it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from espalier.compact.attributes import Recorder, Use, held_by
 from espalier.compact.layout import Given
+from espalier.compact.running import named_on, replaced_forward
 from espalier.compact.units import RIGID, Units
 from espalier.compact.walk import tensors_in
 
@@ -101,7 +102,7 @@ class Tracer(TorchFunctionMode):
 
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                stack.enter_context(_inside(module, self._stack, name))
+                stack.enter_context(named_on(module, self._stack, name))
                 rule = next((rule for kinds, rule in MODULE_RULES if type(module) in kinds), None)
                 # a forward of their own may do anything
                 odd = rule is None and isinstance(module, nn.RNNBase | nn.MultiheadAttention)
@@ -109,7 +110,7 @@ class Tracer(TorchFunctionMode):
                     name.startswith(f"{ignored}.") or not ignored for ignored in self._ignore if name != ignored
                 )
                 if not inside and (name in self._ignore or rule is not None or odd):
-                    stack.enter_context(_replaced(module, self._as_one(name, module, rule)))
+                    stack.enter_context(replaced_forward(module, self._as_one(name, module, rule)))
             if self._follow:
                 stack.enter_context(Recorder(self.trace.uses).following(self.model))
             stack.enter_context(self)
@@ -288,30 +289,3 @@ def shortest(label: Tensor) -> Tensor:
         if d not in keep and label.shape[d] > 1:
             label = label.narrow(d, 0, 1)
     return label
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-
-
-@contextmanager
-def _inside(module: nn.Module, stack: list[str], name: str) -> Iterator[None]:
-    """Keep the name of the module that runs on the stack."""
-
-    def enter(*_: Any) -> None:
-        stack.append(name)
-
-    def leave(*_: Any) -> None:
-        stack.pop()
-
-    hooks = [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
