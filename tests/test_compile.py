@@ -78,18 +78,33 @@ def test_the_bound_step_itself_compiles(case: OptimizerCase) -> None:
     assert {float(s["step"]) for s in optimizer.state.values()} == {3.0}
 
 
-def test_the_structured_point_is_read_inside_a_compiled_function() -> None:
+@pytest.mark.parametrize("case", [c for c in OPTIMIZERS if c.build.anchored], ids=lambda c: c.name)
+def test_what_swaps_weights_and_restarts_works_inside_a_compiled_function(case: OptimizerCase) -> None:
     torch._dynamo.reset()
-    case = OPTIMIZERS[0]
     model, optimizer = problem(case)
 
-    def evaluate() -> Tensor:
+    def within() -> Tensor:
         with optimizer.structured():
-            return model(torch.ones(2, 4)).sum()
+            return model(torch.ones(2, 4)).sum().detach()
+
+    def between() -> Tensor:
+        optimizer.eval()
+        found = model(torch.ones(2, 4)).sum().detach()
+        optimizer.train()
+        return found
+
+    def restarted() -> Tensor:
+        optimizer.restart()
+        return within()
 
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    assert torch.allclose(torch.compile(evaluate, backend="aot_eager")(), evaluate())
+    weights = [p.detach().clone() for p in model.parameters()]
+    expected = within()
+    for evaluate in (within, between, restarted):  # after a restart z is that of the stage before
+        assert torch.allclose(torch.compile(evaluate, backend="aot_eager")(), expected)
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert {float(s["step"]) for s in optimizer.state.values()} == {0.0}
 
 
 def test_a_graph_without_breaks_is_refused_in_torchs_words() -> None:

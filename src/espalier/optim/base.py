@@ -370,6 +370,7 @@ class StructuredOptimizer(Optimizer, ABC):
         if own._evaluating:
             own._put_weights()
 
+    @_disable_dynamo
     def _put_structured(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         away: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._away = away
@@ -391,6 +392,7 @@ class StructuredOptimizer(Optimizer, ABC):
             raise
         return away
 
+    @_disable_dynamo
     def _put_weights(self) -> None:
         away, self._away, self._evaluating = self._away, None, False
         with torch.no_grad():
@@ -422,6 +424,7 @@ class StructuredOptimizer(Optimizer, ABC):
             return z[0]
         return torch.cat(z, dim=groups.blocks(_BLOCK)[0].axis).reshape(p.shape)
 
+    @_disable_dynamo
     @torch.no_grad()
     def restart(self) -> None:
         """Begin a new stage: W⁰ ← W and t, α, V, U ← 0. Methods without an anchor have nothing to restart.
