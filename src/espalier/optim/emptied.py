@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -71,7 +70,8 @@ def too_weak(optimizer: Optimizer, layers: Sequence[Layer]) -> tuple[str, ...]:
 def warn_of_emptied(optimizer: Optimizer, layers: Sequence[Layer] | None = None, *, stacklevel: int) -> None:
     """Warn of layers that are zero as a whole, once for each parameter of an optimizer, and of a run without any zero.
 
-    Without `layers` the optimizer's parameters are looked at, which reads from each device once.
+    Without `layers` the optimizer's parameters are read if they are on the CPU. On a device that would wait for it, so
+    there only what reads the structure anyway can tell.
     """
     layers = list(_trained(optimizer)) if layers is None else layers
     told = _warned.setdefault(optimizer, set())
@@ -94,12 +94,10 @@ def _trained(optimizer: Optimizer) -> Iterable[Layer]:
         penalty: Penalty | None = group.get("penalty")
         if penalty is not None and may_empty(penalty):
             found += [(name, p, penalty) for p, name in named(group, j) if optimizer.state.get(p) and p.numel()]
-    largest: dict[torch.device, list[Tensor]] = {}
-    for _, p, _ in found:
-        largest.setdefault(p.device, []).append(p.detach())
-    values = {d: iter(torch.stack(torch._foreach_norm(ps, torch.inf)).tolist()) for d, ps in largest.items()}
+    if any(p.device.type != "cpu" for _, p, _ in found):
+        return
     for name, p, penalty in found:
-        yield Layer(name, p, penalty, next(values[p.device]) == 0)
+        yield Layer(name, p, penalty, not p.detach().any())
 
 
 def _lam(penalty: Penalty) -> float | None:
