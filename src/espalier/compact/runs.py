@@ -15,6 +15,9 @@ from espalier.compact.copies import ShrinkError, for_a_run, same_numbers
 from espalier.compact.examples import call, cloned
 from espalier.compact.walk import leaves, left_behind, tensors_in
 
+# what every module has, but hooks that a call may put in place
+_UNCHANGED = vars(nn.Module()).keys() - {"_forward_hooks", "_forward_pre_hooks"}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -119,10 +122,12 @@ def _state(model: nn.Module) -> dict[str, Any]:
         found[name] = id(x), 0 if x.is_inference() else x._version
     for name, module in model.named_modules():
         for key, value in vars(module).items():
+            if key in _UNCHANGED:
+                continue
             place = f"{name}.{key}" if name else key
             if isinstance(value, int | float | str | None):
                 found[place] = value
-            elif isinstance(value, list | dict | set) and key != "_modules":
+            elif isinstance(value, list | dict | set):
                 found[place] = len(value)
     return found
 
