@@ -93,6 +93,23 @@ def test_other_names_are_refused_and_change_nothing(case: OptimizerCase) -> None
 
 
 @every_optimizer
+def test_parameters_that_share_a_name_keep_their_order_or_are_refused(case: OptimizerCase) -> None:
+    def build(*order: str) -> StructuredOptimizer:
+        return case([(k, nn.Parameter(torch.ones(3, 3))) for k in order])
+
+    optimizer = build("w", "w", "v")
+    for i, p in enumerate(optimizer.param_groups[0]["params"], start=1):
+        p.grad = torch.full_like(p, float(i))
+    optimizer.step()
+    same_order, other_order = build("w", "w", "v"), build("v", "w", "w")
+    same_order.load_state_dict(optimizer.state_dict())
+    for old, new in zip(optimizer.state.values(), same_order.state.values(), strict=True):
+        assert same(list(old.values()), list(new.values()))
+    with pytest.raises(ValueError, match=r"share a name.*delete 'param_names'"):
+        other_order.load_state_dict(optimizer.state_dict())
+
+
+@every_optimizer
 def test_without_names_order_counts_as_in_torch(case: OptimizerCase) -> None:
     params, optimizer = of_two(case, "a", "b")
     step(params, optimizer)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -451,6 +453,54 @@ def test_what_is_written_into_the_weights_after_eval_stays() -> None:
     assert (w == 3).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_write_after_eval_stays_too(dtype: torch.dtype) -> None:
+    w, optimizer = make(DUAL_AVERAGING[0])
+    w.data = w.data.to(dtype)
+    step(w, optimizer)
+    optimizer.eval()
+    written = w.detach().clone()
+    entries = written.view(-1)
+    i = int(entries.abs().argmax())
+    change = 0.01 * entries[i]
+    entries[i] += change
+    entries[i - 1] -= change  # the sum stays, or nearly
+    with torch.no_grad():
+        w.copy_(written)
+    optimizer.train()
+    assert torch.equal(w, written)
+
+
+def test_a_model_that_was_cast_after_eval_gets_its_weights_back() -> None:
+    w, optimizer = make(DUAL_AVERAGING[0])
+    step(w, optimizer)
+    before = w.detach().clone()
+    optimizer.eval()
+    w.data = w.data.bfloat16()
+    optimizer.train()
+    assert torch.equal(w, before.bfloat16())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("case", DUAL_AVERAGING, ids=names(tuple(DUAL_AVERAGING)))
+def test_a_copy_made_after_eval_or_a_restart_knows_weights_and_z(case: OptimizerCase, copied: Any) -> None:
+    w, optimizer = make(case)
+    step(w, optimizer)
+    before, z = w.detach().clone(), points(optimizer, w)
+    optimizer.eval()
+    v, twin = copied((w, optimizer))
+    with pytest.raises(RuntimeError, match="train"):
+        twin.step()
+    twin.train()
+    assert torch.equal(v, before)
+    assert torch.equal(w, z)
+    optimizer.train()
+    optimizer.restart()
+    v, twin = copied((w, optimizer))
+    assert torch.equal(points(twin, v), z)
+    assert torch.equal(v, before)
+
+
 @pytest.mark.parametrize("key", ["last", "weight"])
 def test_a_point_of_another_shape_is_refused(key: str) -> None:
     w, optimizer = make(DUAL_AVERAGING[0])
@@ -621,6 +671,18 @@ def test_a_checkpoint_from_before_the_ramp_at_the_end_still_loads(ramp: bool) ->
     fresh.load_state_dict(saved)
     group = fresh.param_groups[0]
     assert (group["ramp"], group["total_steps"], group["steps"]) == (ramp, 20, 5)
+
+
+def test_a_length_that_is_taken_away_ends_the_ramp() -> None:
+    w, go = regression()
+    optimizer = espalier.RAMDA(penalised(w), lr=0.1, total_steps=10)
+    for seed in range(10):
+        go(optimizer, seed)
+    assert optimizer.param_groups[0]["floor"] == 1
+    optimizer.param_groups[0]["total_steps"] = None
+    go(optimizer, 10)
+    assert optimizer.param_groups[0]["floor"] == 0
+    assert not torch.equal(w, points(optimizer, w))
 
 
 @pytest.mark.parametrize(("total", "error"), [(0, ValueError), (-1, ValueError), (10.5, TypeError), (True, TypeError)])

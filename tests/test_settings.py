@@ -154,6 +154,15 @@ def test_a_setting_of_torchs_that_is_not_there_gives_a_hint(case: OptimizerCase,
         build(case, **{name: 0.1})
 
 
+def test_a_subclass_may_take_what_its_method_does_not() -> None:
+    class Decayed(espalier.RAMDA):
+        def __init__(self, params: Any, **settings: Any) -> None:
+            self.decay = settings.pop("weight_decay", 0.0)
+            super().__init__(params, **settings)
+
+    assert Decayed([nn.Parameter(torch.ones(1))], weight_decay=0.1).decay == 0.1
+
+
 def test_an_unknown_setting_is_pythons_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
         build(OPTIMIZERS[0], speed=3)

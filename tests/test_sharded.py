@@ -77,3 +77,13 @@ def test_weights_flattened_after_the_optimizer_was_built_are_refused(case: Optim
                     optimizer.step()
             elif not (taken_apart and stepped):
                 optimizer.step()
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=names(OPTIMIZERS))
+def test_a_whole_weight_may_take_the_place_of_another(case: OptimizerCase) -> None:
+    optimizer = case([{"params": [nn.Parameter(torch.ones(3, 4))], "penalty": espalier.GroupLasso(1e-2)}])
+    other = nn.Parameter(torch.ones(3, 4))
+    other.grad = torch.ones_like(other)
+    optimizer.param_groups[0]["params"] = [other]
+    optimizer.step()
+    assert not torch.equal(other, torch.ones(3, 4))

@@ -47,6 +47,8 @@ _HABITS = {
 def with_hints(init: Callable[..., None]) -> Callable[..., None]:
     """The constructor, with errors that say what to give in place of a setting of torch's that it does not have."""
     known = inspect.signature(init).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return init  # a subclass that takes any setting may know what to do with these
 
     @wraps(init)
     def checked(self: object, *args: Any, **settings: Any) -> None:

@@ -22,7 +22,7 @@ from espalier import kernels, solvers
 from espalier.checks import check_number, with_hints
 from espalier.groupings import Element, partition_of
 from espalier.kernels import Fused
-from espalier.optim.arithmetic import average, follow
+from espalier.optim.arithmetic import average, bits, follow
 from espalier.optim.checked import CheckedGroups
 from espalier.optim.checkpoint import OBJECTS, POINTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
@@ -62,13 +62,13 @@ class StructuredOptimizer(Optimizer, ABC):
     # what solver="auto" takes under a diagonal metric, where the penalty allows it
     preferred_solver: ClassVar[Solver] = Exact()
 
-    # torch's __getstate__ keeps nothing but state and groups; these start anew in a copy
-    # parameters that hold z, their weights, and the sum of z if eval() put it there
+    # parameters that hold z, their weights, and the bits of z if eval() put it there
     _away: list[tuple[Tensor, Tensor, Tensor | None]] | None = None
     _evaluating: bool = False  # since eval()
     _last: dict[Tensor, Tensor] | None = None  # z before a restart
     # the state is as it was made: no step has counted yet
     _fresh: bool = False
+    # torch's __getstate__ keeps nothing but state and groups; these start anew in a copy
     _diagnostics: Diagnostics | None = None
     _fused: Fused | None = None
 
@@ -357,7 +357,7 @@ class StructuredOptimizer(Optimizer, ABC):
         own = self._own
         if own.anchored and own._away is None:
             away = own._put_structured()
-            own._away = [(p, w, p.detach().sum()) for p, w, _ in away]
+            own._away = [(p, w, bits(p)) for p, w, _ in away]
             own._evaluating = True
             warn_of_emptied(own, stacklevel=2)
 
@@ -396,9 +396,9 @@ class StructuredOptimizer(Optimizer, ABC):
     def _put_weights(self) -> None:
         away, self._away, self._evaluating = self._away, None, False
         with torch.no_grad():
-            for p, w, total in away or ():
-                # not by p._version: parameters that are views of one tensor share it
-                if total is None or torch.allclose(p.sum(), total, rtol=1e-5, atol=0, equal_nan=True):
+            for p, w, z in away or ():
+                # not by p._version: parameters that are views of one tensor share it. A cast is no writing
+                if z is None or p.dtype != w.dtype or bits(p).to(z.device) == z:
                     p.copy_(w)
 
     def _last_points(self) -> dict[Tensor, Tensor]:
@@ -497,6 +497,11 @@ class StructuredOptimizer(Optimizer, ABC):
 
     def _read_clock(self, state: dict[str, Tensor]) -> Clock:
         return {k: state[k].item() if state[k].device.type == "cpu" else state[k] for k in self.clock}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # after eval() a copy can bring the weights back; nobody leaves structured() for a copy
+        keys = ("_last", "_fresh", "_evaluating", "_away") if self._evaluating else ("_last", "_fresh")
+        return {**super().__getstate__(), **{k: getattr(self, k) for k in keys}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

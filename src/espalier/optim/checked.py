@@ -71,6 +71,7 @@ class CheckedGroups:
             name = next((name for q, name in named(group, 0) if q is p), "a parameter")
             refuse_dtensor(p, name, type(group["penalty"]).__name__)
             self._check_shape(group, p, name)
+            self.shapes[p] = p.shape
 
     def _check_penalty(self, group: Group, index: int) -> None:
         penalty = group["penalty"]
@@ -96,6 +97,8 @@ class CheckedGroups:
             return
         refuse_flat(p, name)
         before = self.shapes.get(p)
+        if before is None and p.dim() > 1:  # put in the place of another, and as a whole
+            return
         if before != p.shape:
             other = "that of any layer" if before is None else f"{tuple(before)} as when the optimizer was built"
             raise flattened(name, f"has shape {tuple(p.shape)}, not {other}")

@@ -53,6 +53,11 @@ def order_by_name(saved: Group, here: Group, index: int) -> None:
         )
     # torch.distributed.checkpoint has names in place of numbers, and has matched by them already
     if theirs != ours and all(isinstance(key, int) for key in saved["params"]):
+        if len(set(theirs)) < len(theirs):
+            raise ValueError(
+                f"parameters of group {index} share a name and were saved in another order. Give each its own name, or "
+                "delete 'param_names' from the checkpoint's groups to match parameters by their order."
+            )
         keys = dict(zip(theirs, saved["params"], strict=True))
         saved["params"] = [keys[name] for name in ours]
 

@@ -43,6 +43,8 @@ class DualAveraging(StructuredOptimizer):
             group["steps"] += 1  # in place where it is a tensor, which a captured graph reads
             if group["total_steps"] is not None:
                 set_option(group, "floor", final_ramp(group["steps"], group["total_steps"], 1 - group["momentum"]))
+            elif not isinstance(group["floor"], Tensor):
+                group["floor"] = 0.0  # the length was taken away
 
     def _tick(self, clock: Clock, group: Group) -> Clock:
         t = clock["step"] + 1
