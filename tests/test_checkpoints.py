@@ -157,6 +157,30 @@ def test_distributed_checkpoints_match_by_name(case: OptimizerCase) -> None:
     assert same(weights(model), weights(twin))
 
 
+@every_form
+@pytest.mark.parametrize("case", [c for c in OPTIMIZERS if c.build.anchored], ids=lambda c: c.name)
+def test_distributed_checkpoints_made_after_eval_bring_the_weights_or_are_refused(
+    case: OptimizerCase, flat: bool
+) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model = network()
+    optimizer = build(case, model)
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    before = weights(model)
+    optimizer.eval()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    twin = copy.deepcopy(model)
+    other = build(case, twin)
+    if flat:  # its keys are those of the optimizer that loads
+        with pytest.raises(ValueError, match=r"after eval\(\).*missing.*call optimizer\.train\(\)"):
+            set_optimizer_state_dict(twin, other, saved, options=options)
+        return
+    set_optimizer_state_dict(twin, other, saved, options=options)
+    other.train()
+    assert same(weights(twin), before)
+
+
 @every_optimizer
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 def test_the_step_that_only_makes_state_leaves_no_trace(case: OptimizerCase, tensor: bool) -> None:

@@ -41,7 +41,7 @@ Clock: TypeAlias = dict[str, Scalar]
 # What a captured graph must find on the device, for it changes from stage to stage.
 DEVICE_OPTIONS = {"lr", "eps", "ramp", "steps", "floor"}
 # How this machine steps: not for a checkpoint to say.
-OWN = ("skip_nonfinite", "fused", "capturable", "method", "params", "param_names")
+OWN = ("skip_nonfinite", "fused", "capturable", "method", "evaluating", "params", "param_names")
 
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
@@ -105,6 +105,7 @@ class StructuredOptimizer(Optimizer, ABC):
             "fused": fused,
             "capturable": capturable,
             "method": type(self).__name__,
+            "evaluating": False,  # in a checkpoint: whether it was made after eval()
         }
         self._groups = CheckedGroups(self, {})
         super().__init__(params, defaults)
@@ -520,7 +521,7 @@ class StructuredOptimizer(Optimizer, ABC):
             self._optimizer_state_dict_post_hooks = hooks
         self._add_points(saved)
         for group in saved["param_groups"]:
-            group.update(as_text(group))
+            group.update(as_text(group), evaluating=self._evaluating)
         for hook in hooks.values():
             changed = hook(self, saved)
             saved = saved if changed is None else changed

@@ -92,6 +92,11 @@ def check_fits(optimizer: StructuredOptimizer, groups: list[Group], state: dict[
         for key, (p, name) in zip(saved["params"], named(here, j), strict=True):
             if key not in state:
                 continue
+            if saved.get("evaluating") and "weight" not in state[key]:
+                raise ValueError(
+                    f"the checkpoint was made after eval(), and the weights of {name} are missing from it. "
+                    "torch.distributed.checkpoint leaves them out: call optimizer.train() before saving with it."
+                )
             like_p = (*buffers, *(k for k in POINTS if k in state[key]))
             expected_shapes = dict.fromkeys(optimizer.clock, ()) | {k: tuple(p.shape) for k in like_p}
             for k, shape in expected_shapes.items():
