@@ -23,6 +23,8 @@ import torch
 import espalier
 from espalier.app import cli
 from espalier.app.errors import Problem
+from espalier.app.lock import locked
+from espalier.app.run import Job
 
 SETS = [f"--set={change}" for change in (*small.SHORT, *small.NARROW["digits"])]
 TRAIN = ["train", "digits", "--device=cpu", *SETS]
@@ -197,6 +199,24 @@ def test_the_demo_clears_only_what_a_demo_left(capfd: pytest.CaptureFixture[str]
     Path("thesis.tex").rename("espalier-demo/dense/thesis.tex")
     assert call("demo") == 2
     assert Path("espalier-demo/dense/thesis.tex").exists()
+
+
+def test_a_demo_makes_way_for_no_other_that_runs_and_begins_after_one_that_was_killed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(job: Job, *rest: object) -> None:
+        job.out.mkdir()
+        (job.out / ".lock").touch()  # killed before it had begun
+        raise Problem("killed")
+
+    monkeypatch.setattr("espalier.app.demo.train", train)
+    for _ in range(2):
+        assert call("demo") == 2
+        assert capfd.readouterr().err == "espalier: killed\n"
+        assert sorted(p.name for p in Path("espalier-demo").iterdir()) == [".lock", "dense"]
+    with locked(Path("espalier-demo"), "demo"):
+        assert call("demo") == 2
+    assert_one_line(capfd.readouterr().err, r"in use by process .*\(espalier demo")
 
 
 def test_the_demo_is_the_same_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import small
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
 from espalier.app import cookbook
@@ -198,3 +199,37 @@ def test_a_device_that_is_not_read_at_each_step_is_checked_before_it_is_saved(
     with pytest.raises(Diverged, match=r"at step 10 \(it was finite at step 5\).*There is no checkpoint yet"):
         training.go()
     assert not (job.out / "checkpoint.pt").exists()
+
+
+def test_an_evaluation_that_is_not_finite_is_told_from_a_training_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, count = Classification.evaluate, [0]
+
+    def evaluate(self: Any, model: torch.nn.Module) -> dict[str, float]:
+        count[0] += 1  # of the weights first, then of the structured point
+        return {**real(self, model), **({"loss": math.nan} if count[0] == 1 else {})}
+
+    monkeypatch.setattr(Classification, "evaluate", evaluate)
+    said = r"the evaluation's loss is nan at step 5, and the weights are finite. .*test data.* smaller lr"
+    with pytest.raises(Diverged, match=said) as told:
+        train(job_of(tmp_path), Silent())
+    assert "skip_nonfinite" not in str(told.value)
+
+
+def test_a_scaler_sees_the_batches_that_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It scales less after gradients overflow; without that all batches would be skipped."""
+    job = job_of(tmp_path, "skip_nonfinite=true", "clip=1.0", method="dense")
+    training = Training(job, Run(tmp_path / "run"), make_accelerator(job), Silent())
+    real = Classification.loss
+    monkeypatch.setattr(Classification, "loss", lambda *given: (1e6 * real(*given)[0], []))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-10)
+    training.accelerator.scaler = scaler
+    training.stepper = AcceleratedOptimizer(training.optimizer, scaler=scaler)
+    training.accelerator._optimizers[:] = [training.stepper]
+    before = next(training.model.parameters()).clone()
+    for _ in range(8):
+        training.step()
+    assert training.watch.skip is not None
+    assert 0 < int(training.watch.skip.skipped) < 8
+    assert not torch.equal(next(training.model.parameters()), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,7 @@ from espalier.app.signals import STOPS, Signals
 
 posix = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX signals")
 
-# a training whose loss goes to standard output, so that the test knows when it is under way
+# two trainings that say when they are under way. Both in one process, because the imports take longer than they do
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -35,27 +36,29 @@ from espalier.app.progress import Silent
 class Told(Silent):
     def step(self, step, loss):
         print(step, flush=True)
-changes = ("length=1000000", "milestones=[10]", "evaluate_every=1000000", "data.workers=2", "batch=2")
-try:
-    train(small.job("resnet50-imagenet", Path(sys.argv[2]), changes=changes), Told())
-except Stopped as stopped:
-    sys.exit(128 + stopped.signal)
+changes = ("length=1000000", "milestones=[10]", "evaluate_every=1000000", "data.workers=2", "batch=2", "data.size=16")
+for out in sys.argv[3:]:
+    try:
+        train(small.job("resnet50-imagenet", Path(sys.argv[2]), changes=changes, out=out), Told())
+    except Stopped as stopped:
+        print("stopped", stopped.signal, flush=True)
 """
 
 
 @posix
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_of_the_whole_group_with_its_workers_writes_the_checkpoint(number: int, tmp_path: Path) -> None:
+def test_a_stop_of_the_whole_group_with_its_workers_writes_the_checkpoint(tmp_path: Path) -> None:
     tiny.make("imagenet", tmp_path / "data")
-    words = [sys.executable, "-c", PROGRAM, os.path.dirname(small.__file__), str(tmp_path)]
+    stops = {"one": signal.SIGTERM, "other": signal.SIGHUP}
+    words = [sys.executable, "-c", PROGRAM, os.path.dirname(small.__file__), str(tmp_path), *stops]
     with subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, text=True) as begun:
         assert begun.stdout is not None
-        assert begun.stdout.readline() == "1\n"  # in the middle of an epoch of 8 steps
-        os.killpg(begun.pid, number)
-        begun.stdout.read()
-    assert begun.returncode == 128 + number
-    assert read(tmp_path / "run").facts["status"] == "stopped"
-    assert torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["position"]["step"] >= 1
+        for out, number in stops.items():
+            assert begun.stdout.readline() == "1\n"  # in the middle of an epoch of 8 steps
+            os.killpg(begun.pid, number)
+            assert next(line for line in begun.stdout if not line.strip().isdigit()) == f"stopped {number:d}\n"
+            assert read(tmp_path / out).facts["status"] == "stopped"
+            assert torch.load(tmp_path / out / "checkpoint.pt", weights_only=True)["position"]["step"] >= 1
+    assert begun.returncode == 0
 
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the sender of a signal is not told")
@@ -79,21 +82,49 @@ def test_workers_ignore_the_stops_of_others_and_end_by_their_parents(tmp_path: P
 
 
 class Hangup(Silent):
-    """A terminal that is closed: writing fails, and the signal arrives."""
+    """A terminal that is closed: writing fails, and the signal arrives before that or after, or is ignored."""
+
+    def __init__(self, where: str, told: bool) -> None:
+        self.where, self.told = where, told
+
+    def _gone(self) -> None:
+        if self.told:
+            signal.raise_signal(signal.SIGHUP)
+        raise OSError(errno.EIO, "Input/output error")
 
     def step(self, step: int, loss: object) -> None:
-        if step == 3:
-            signal.raise_signal(signal.SIGHUP)
-            raise OSError(5, "Input/output error")
+        if self.where == "step" and step == 5:
+            self._gone()
+
+    def look(self, look: dict[str, object]) -> None:
+        if self.where == "look" and look["step"] == 5:
+            self._gone()
 
 
 @posix
-def test_a_closed_terminal_ends_with_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("where", ["step", "look"])
+def test_a_closed_terminal_ends_with_a_checkpoint(where: str, told: bool, tmp_path: Path) -> None:
     job = small.job("digits", tmp_path)
-    with pytest.raises(Stopped, match="stopped at step 3, checkpoint written") as told:
-        train(job, Hangup())
-    assert told.value.signal == signal.SIGHUP
+    with pytest.raises(Stopped, match="stopped at step 5, checkpoint written") as stopped:
+        train(job, Hangup(where, told))
+    assert stopped.value.signal == signal.SIGHUP
     assert train(job, Silent(), resume=True).finished
+
+
+class StopInTheLastLook(Silent):
+    def look(self, look: dict[str, object]) -> None:
+        if look["step"] == 20:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_stop_in_the_last_evaluation_is_heard(tmp_path: Path) -> None:
+    """It would otherwise not stop the next run of `compare`."""
+    whole = train(small.job("digits", tmp_path, out="whole"), Silent())
+    job = small.job("digits", tmp_path)
+    with pytest.raises(Stopped, match="stopped at step 20, checkpoint written"):
+        train(job, StopInTheLastLook())
+    assert train(job, Silent(), resume=True).model.read_bytes() == whole.model.read_bytes()
 
 
 @posix

@@ -16,19 +16,28 @@ from rich.table import Table
 from espalier.app import cookbook
 from espalier.app.deliver import shrink_run
 from espalier.app.errors import Problem
+from espalier.app.lock import NAME as LOCK
+from espalier.app.lock import locked
 from espalier.app.loop import train
 from espalier.app.progress import Display
 from espalier.app.report import write_report
-from espalier.app.run import Job, read
+from espalier.app.run import Job, check_place, read
 
 RECIPE = "digits"
 METHODS = ("dense", "ramda")
+PAGE = "report.html"
 COMMAND = "espalier demo"
 
 
 def run_demo(console: Console, out: Path) -> None:
     """Train both, shrink the structured one, and show what that gives."""
-    _clear(out)
+    _check_place(out)
+    with locked(out, "demo"):  # another demo would delete this one's runs
+        _clear(out)
+        _run(console, out)
+
+
+def _run(console: Console, out: Path) -> None:
     digits = cookbook.load(RECIPE)
     console.print(
         "Two networks of one shape learn scikit-learn's handwritten digits: one dense, by AdamW, and one by RAMDA "
@@ -46,7 +55,7 @@ def run_demo(console: Console, out: Path) -> None:
     console.print(
         f"The shrunk network computes what the structured one does: {shrunk.report.difference}.\n"
         f"It is saved in {structured / 'shrunk'}.\n"
-        f"Report: {write_report([out / m for m in METHODS], out / 'report.html')}",
+        f"Report: {write_report([out / m for m in METHODS], out / PAGE)}",
         soft_wrap=True,
     )
 
@@ -62,21 +71,29 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _check_place(out: Path) -> None:
+    """Refuse a place where something else than an earlier demo is."""
+    if out.exists() and not (out.is_dir() and all(_of_a_demo(p) for p in out.iterdir())):
+        raise Problem(f"{out} holds something else than a demo: name another directory with --out")
+
+
 def _clear(out: Path) -> None:
     """Make way where an earlier demo was, and nowhere else."""
-    if not out.exists():
-        return
-    if not out.is_dir() or not all(_of_a_demo(p) for p in out.iterdir()):
-        raise Problem(f"{out} holds something else than a demo: name another directory with --out")
-    shutil.rmtree(out)
+    _check_place(out)
+    for method in METHODS:
+        if (out / method).exists():
+            shutil.rmtree(out / method)
+    (out / PAGE).unlink(missing_ok=True)
 
 
 def _of_a_demo(path: Path) -> bool:
-    """Whether a demo wrote this: its page, or a run that says so itself."""
-    if path.name == "report.html":
+    """Whether a demo wrote this: its page, its lock, or a run that says so itself or was not begun."""
+    if path.name in (PAGE, LOCK) or path.name.endswith(".part"):
         return True
     try:
-        return path.name in METHODS and read(path).facts.get("command") == COMMAND
+        check_place(path)
+        begun = (path / "run.json").exists()
+        return path.name in METHODS and (not begun or read(path).facts.get("command") == COMMAND)
     except Problem:
         return False
 

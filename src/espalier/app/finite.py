@@ -123,20 +123,24 @@ class Watch:
 
     def look(self, look: dict[str, Any]) -> None:
         """Refuse to go on with numbers that are not finite."""
-        values = {"train_loss": look["train_loss"], **look["weights"], **(look["structured"] or {})}
-        for name, value in values.items():
+        measured = [*look["weights"].items(), *(look["structured"] or {}).items()]
+        for name, value in [("train_loss", look["train_loss"]), *((f"the evaluation's {k}", v) for k, v in measured)]:
             if not math.isfinite(value):
-                since = f" (it was finite at step {self.sound})" if self.sound < look["step"] - 1 else ""
-                raise self._diverged(f"{name} is {value} at step {look['step']}{since}")
+                since = f" (it was finite at step {self.sound})" if 0 < self.sound < look["step"] - 1 else ""
+                trained = name == "train_loss" or first_nonfinite(training_state(self.model, self.optimizer))
+                raise self._diverged(f"{name} is {value} at step {look['step']}{since}", tested=not trained)
         self.sound = self.at.step
 
-    def _diverged(self, what: str) -> Diverged:
+    def _diverged(self, what: str, *, tested: bool = False) -> Diverged:
+        """The error; `tested`: all that is trained is finite, and only the evaluation was not."""
         start = "There is no checkpoint yet, so the same command with --resume begins anew"
         if self.kept is not None:
             start = f"The checkpoint of step {self.kept} is finite: the same command with --resume goes on from there"
-        method = self.job.method
+        smaller = f"a smaller lr, --set methods.{self.job.method}.lr={self.job.chosen.lr / 3:.1g}"
+        if tested:
+            causes = "the weights are finite. Either the test data hold NaN or Inf, or the learning rate is too large"
+            return Diverged(f"{what}, and {causes}. {start}. Check the test data, or try {smaller}")
         return Diverged(
             f"{what}: training has diverged. Either the data hold NaN or Inf, or the learning rate is too large. "
-            f"{start}. Add --set skip_nonfinite=true to skip such batches, or try a smaller lr, "
-            f"--set methods.{method}.lr={self.job.chosen.lr / 3:.1g}"
+            f"{start}. Add --set skip_nonfinite=true to skip such batches, or try {smaller}"
         )

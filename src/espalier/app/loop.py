@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from espalier.app.methods import make_optimizer, make_schedule, rescale_lr
 from espalier.app.progress import Progress, Silent
 from espalier.app.recipe import STRUCTURED, Solver
 from espalier.app.run import Job, Run, begin, check_place
-from espalier.app.signals import Signals
+from espalier.app.signals import HANGUP, Signals
 from espalier.app.tasks import open_task
 
 
@@ -114,6 +115,7 @@ class Training:
         elif replays:  # all but the optimizer's step
             self.replay = Replay(lambda batch: self._differentiate([batch]), self.model.parameters())
         self.board: SummaryWriter | None = None
+        self.signals = Signals()
 
     def go(self) -> Run:
         """From wherever the run is to its end."""
@@ -142,25 +144,30 @@ class Training:
         announce(self)
         self.saved = time.monotonic()
         self.since = clock(self.device)
-        with Signals() as signals:
+        with self.signals:
             while at.step < plan.total:
                 loss = self.step()
-                try:
-                    self.progress.step(at.step, loss)
-                except OSError:  # a terminal that has gone, which SIGHUP says
-                    if not signals.seen:
-                        raise
-                if at.step % plan.period == 0 or at.step == plan.total:
+                last = at.step == plan.total
+                self._tell(self.progress.step, at.step, loss)
+                if at.step % plan.period == 0 or last:
                     self._look()
-                if at.step == plan.total:  # no restart after the last step: it would end the structured point
-                    break
-                self.schedule.step()
-                late = time.monotonic() - self.saved >= 60 * self.recipe.save_minutes
-                asked, due = signals.agreed(self.accelerator, at.step, late)
+                if not last:  # a restart after the last step would end the structured point
+                    self.schedule.step()
+                late = not last and time.monotonic() - self.saved >= 60 * self.recipe.save_minutes
+                asked, due = self.signals.agreed(self.accelerator, at.step, late, last)
                 if asked or due:
                     self._save()
                 if asked:
                     self._stopped(asked)
+
+    def _tell(self, tell: Callable[..., None], *said: Any) -> None:
+        """Tell the person. If the terminal has gone, the run stops with a checkpoint, as SIGHUP asks just then."""
+        try:
+            tell(*said)
+        except OSError as error:
+            if not self.signals.seen and error.errno != errno.EIO:
+                raise
+            self.signals.seen = self.signals.seen or HANGUP
 
     def step(self) -> torch.Tensor:
         """One step of the optimizer, on all parts of a batch; the loss of the last."""
@@ -208,7 +215,9 @@ class Training:
 
     def _apply(self) -> None:
         skip = self.watch.skip
-        if self.structured or skip is None or skip.finite:  # the package's optimizers skip by themselves
+        # the package's optimizers skip by themselves; a scaler does so for any, and has to see what it scaled too far
+        skips = self.structured or self.accelerator.scaler is not None
+        if skips or skip is None or skip.finite:
             self.stepper.step()
         self.stepper.zero_grad()
 
@@ -253,7 +262,7 @@ class Training:
         }
         self.watch.look(look)
         if at.skipped:
-            self.progress.say(f"Skipped {at.skipped} batches with NaN or Inf up to step {at.step}.")
+            self._tell(self.progress.say, f"Skipped {at.skipped} batches with NaN or Inf up to step {at.step}.")
         at.batches, at.period, at.skipped = 0, 0.0, 0
         self.loss.zero_()
         if self.board is not None:
@@ -264,7 +273,7 @@ class Training:
             for name in ("train_loss", "lr", "step_ms", "flipped"):
                 if name in look:
                     self.board.add_scalar(name, look[name], at.step)
-        self.progress.look(look)
+        self._tell(self.progress.look, look)
         self.since = clock(self.device)
 
     def _count_time(self) -> None:

@@ -106,7 +106,7 @@ class _Worker:
         except (EOFError, OSError):  # at its end, or in the middle of a word
             self.process.join()
             if self.error is None and self.process.exitcode:
-                self.error = Problem(f"{self._name} ended with exit code {self.process.exitcode}")
+                self.error = Problem(f"{self._name} {_end(self.process.exitcode)}. The same command goes on")
             return True
         if name == "error":
             self.error = Problem(f"{self._name}: {said[0]}") if isinstance(said[0], Problem) else said[0]
@@ -131,6 +131,13 @@ def _deaf() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(code: int) -> str:
+    """How a process has ended that said nothing."""
+    if -code == getattr(signal, "SIGKILL", 0):
+        return "was killed: the machine may have run out of memory, so try a smaller --at-once"
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def _work(job: Job, threads: int, mouth: Connection) -> None:

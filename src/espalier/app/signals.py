@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 AGREE_EVERY = 10  # steps after which the processes ask each other whether to stop or to save
 # Ctrl-C, what Slurm and `timeout` send, and what a closed terminal sends
 STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+HANGUP = STOPS[-1]
 
 
 @contextmanager
@@ -73,11 +74,14 @@ class Signals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._back()
 
-    def agreed(self, accelerator: Accelerator, step: int, due: bool) -> tuple[int, bool]:
-        """The signal that any process has seen, or 0, and whether a checkpoint is due: the same answer for all."""
+    def agreed(self, accelerator: Accelerator, step: int, due: bool, last: bool) -> tuple[int, bool]:
+        """The signal that any process has seen, or 0, and whether a checkpoint is due: the same answer for all.
+
+        The last step asks, too: a signal that it leaves unheard would not stop what comes after this run.
+        """
         if accelerator.num_processes == 1:
             return self.seen, due
-        if step % AGREE_EVERY:
+        if step % AGREE_EVERY and not last:
             return 0, False
         seen, late = accelerator.gather(torch.tensor([[self.seen, due]], device=accelerator.device)).amax(0).tolist()
         return seen, bool(late)
