@@ -14,8 +14,9 @@ from espalier.optim.checkpoint import named
 from espalier.penalties.base import Penalty
 
 _NAMES = 3  # as many names a message lists
-# the structured point may lose a layer for a while as long as lr is high: on digits RAMDA ended at 99% after that
-_LASTS = "If that lasts, "
+# the structured point may lose a layer for a while as long as lr is high, and a shortcut or a branch may go for good: on
+# digits RAMDA ended at 99% after either
+_UNLESS_GOOD = "If that lasts and the quality suffers, "
 
 
 class StructureWarning(UserWarning):
@@ -49,10 +50,10 @@ def too_strong(layers: Sequence[Layer]) -> tuple[str, ...]:
         return ()
     if len(empty) == len(layers):
         which = f"all {len(layers)} penalised layers" if len(layers) > 1 else layers[0].name
-        return (f"every group of {which} is zero. {_LASTS}{_advice(empty, 'large', '/ 10', 0.1)}",)
+        return (f"every group of {which} is zero. {_UNLESS_GOOD}{_advice(empty, 'large', '/ 10', 0.1)}",)
     what = f"every group of {_listed([x.name for x in empty])} is zero"
     unless = "Unless the model has a path around a zero layer, its output does not depend on what comes before it"
-    return (f"{what}. {unless}. {_LASTS}{_advice(empty, 'large', '/ 10', 0.1)}",)
+    return (f"{what}. {unless}. {_UNLESS_GOOD}{_advice(empty, 'large', '/ 10', 0.1)}",)
 
 
 def too_weak(optimizer: Optimizer, layers: Sequence[Layer]) -> tuple[str, ...]:
