@@ -124,7 +124,12 @@ def test_every_method_of_every_recipe_trains(name: str, method: str, tmp_path: P
     assert (run.looks()[0]["structured"] is None) == (method == "dense")
 
 
-@pytest.mark.parametrize("changes", [("accumulate=2",), ("clip=0.1",), ("mixed_precision=bf16",)], ids=lambda c: c[0])
+COSINE = ("methods.ramda.schedule=cosine", "methods.ramda.warmup=0.2")
+
+
+@pytest.mark.parametrize(
+    "changes", [("accumulate=2",), ("clip=0.1",), ("mixed_precision=bf16",), COSINE], ids=lambda c: c[0]
+)
 def test_what_the_loop_can_do_goes_on_to_the_bit_too(changes: tuple[str, ...], tmp_path: Path) -> None:
     whole = train(small.job("digits", tmp_path, changes=changes, out="whole"), Silent())
     cut = small.job("digits", tmp_path, changes=changes, out="cut")

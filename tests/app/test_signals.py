@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small
 import tiny
 import torch
 
+from espalier.app import processes
 from espalier.app.data import open_data
 from espalier.app.errors import Stopped
 from espalier.app.loop import train
@@ -143,3 +146,22 @@ def test_a_second_signal_acts_at_once_and_nohup_is_respected() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGHUP, hup)
+
+
+@posix
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (-9, "ramda, seed 0 was killed: .*memory.*--at-once"),
+        (-11, "ramda, seed 0 was ended by signal 11"),
+        (3, "ramda, seed 0 ended with exit code 3"),
+    ],
+)
+def test_how_a_run_of_compare_ended_that_said_nothing(end: int, said: str, tmp_path: Path) -> None:
+    ear, mouth = multiprocessing.Pipe(duplex=False)
+    worker = object.__new__(processes._Worker)
+    worker.job, worker.error, worker.ear = small.job("digits", tmp_path), None, ear
+    worker.process = SimpleNamespace(join=lambda: None, exitcode=end)  # type: ignore[assignment]
+    mouth.close()
+    assert worker.listen()
+    assert re.search(rf"^{said}.*The same command goes on$", str(worker.error))

@@ -6,12 +6,28 @@ import gc
 from collections.abc import Callable, Iterable
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import Parameter
+
+from espalier.app.recipe import Method, Recipe, Solver
 
 Batch = tuple[Tensor, ...]
 
 WARM_UP = 3  # steps before the recording, in which kernels are compiled and states made
+
+
+def replayable(recipe: Recipe, accelerator: Accelerator, alike: bool, structured: bool) -> bool:
+    """Whether a training's steps can be recorded and replayed."""
+    alone = accelerator.num_processes == recipe.accumulate == 1 and accelerator.scaler is None
+    recordable = structured or not recipe.skip_nonfinite  # torch's optimizers ask the host whether to skip
+    return recipe.cuda_graph and accelerator.device.type == "cuda" and alone and alike and recordable
+
+
+def optimizer_waits(recipe: Recipe, method: Method) -> bool:
+    """Whether a structured optimizer's step may wait for the device, as the nuclear norm's does: then it can't be
+    recorded."""
+    return recipe.penalty == "nuclear-norm" or method.solver != Solver()
 
 
 class Replay:

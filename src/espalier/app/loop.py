@@ -22,12 +22,12 @@ from espalier.app.deliver import deliver
 from espalier.app.digest import digests
 from espalier.app.errors import Problem, Stopped, one_line
 from espalier.app.finite import Diverged, Watch
-from espalier.app.graph import Replay
+from espalier.app.graph import Replay, optimizer_waits, replayable
 from espalier.app.look import Looker
 from espalier.app.machine import clock, denormals_as_zeros, locked_together, make_accelerator
 from espalier.app.methods import make_optimizer, make_schedule, rescale_lr
 from espalier.app.progress import Progress, Silent
-from espalier.app.recipe import STRUCTURED, Solver
+from espalier.app.recipe import STRUCTURED
 from espalier.app.run import Job, Run, begin, check_place
 from espalier.app.signals import HANGUP, Signals
 from espalier.app.tasks import open_task
@@ -79,8 +79,8 @@ class Training:
         self.task.try_out(self.model, accelerator)
         if self.shard["world"] > 1:  # the same weights everywhere, and from here on chances of their own
             set_seed(job.seed, device_specific=True)
-        replays = self._replays()
-        self.waits = self._optimizer_waits()
+        replays = replayable(self.recipe, accelerator, self.task.alike, self.structured)
+        self.waits = self.structured and optimizer_waits(self.recipe, job.chosen)
         capturable = replays and not self.waits
         self.optimizer = make_optimizer(self.recipe, job.chosen, self.model, self.plan, capturable)
         self.schedule = make_schedule(self.recipe, job.chosen, self.optimizer, self.plan)
@@ -220,18 +220,6 @@ class Training:
         if skips or skip is None or skip.finite:
             self.stepper.step()
         self.stepper.zero_grad()
-
-    def _replays(self) -> bool:
-        """Whether steps can be recorded as a CUDA graph and replayed."""
-        recipe, accelerator = self.recipe, self.accelerator
-        alone = accelerator.num_processes == recipe.accumulate == 1 and accelerator.scaler is None
-        recordable = self.structured or not recipe.skip_nonfinite  # torch's optimizers ask the host whether to skip
-        return recipe.cuda_graph and self.device.type == "cuda" and alone and self.task.alike and recordable
-
-    def _optimizer_waits(self) -> bool:
-        """Whether its step may wait for the device, as the nuclear norm's does: then it can't be recorded."""
-        chosen = self.job.chosen
-        return self.structured and (self.recipe.penalty == "nuclear-norm" or chosen.solver != Solver())
 
     def _stream(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """Batches without end, from where the run is."""

@@ -136,7 +136,7 @@ def _deaf() -> Iterator[None]:
 def _end(code: int) -> str:
     """How a process has ended that said nothing."""
     if -code == getattr(signal, "SIGKILL", 0):
-        return "was killed: the machine may have run out of memory, so try a smaller --at-once"
+        return "was killed: the machine may have run out of memory, try a smaller --at-once"
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
