@@ -6,10 +6,9 @@ A method says how its sums grow with a gradient and which subproblem they pose; 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from typing import Any, ClassVar, TypeAlias, cast, overload
 
 import torch
@@ -24,11 +23,12 @@ from espalier.groupings import Element, partition_of
 from espalier.kernels import Fused
 from espalier.optim.arithmetic import average, bits, follow
 from espalier.optim.checked import CheckedGroups
-from espalier.optim.checkpoint import OBJECTS, POINTS, as_text, check_fits, named
 from espalier.optim.checkpoint import Group as Group
+from espalier.optim.checkpoint import as_text, named
 from espalier.optim.diagnostics import Diagnostics
 from espalier.optim.emptied import warn_of_emptied
 from espalier.optim.gradients import all_finite, check_dense, idle
+from espalier.optim.restore import DEVICE_OPTIONS, add_points, clock_device, own_state, restored, take_points
 from espalier.optim.together import update_together
 from espalier.partition import Partition
 from espalier.penalties.base import Penalty, RadialPenalty
@@ -37,11 +37,6 @@ from espalier.subproblem import Scalar, Subproblem
 
 Tensors: TypeAlias = dict[str, Tensor]
 Clock: TypeAlias = dict[str, Scalar]
-
-# What a captured graph must find on the device, for it changes from stage to stage.
-DEVICE_OPTIONS = {"lr", "eps", "ramp", "steps", "floor"}
-# How this machine steps: not for a checkpoint to say.
-OWN = ("skip_nonfinite", "fused", "capturable", "method", "evaluating", "params", "param_names")
 
 # Elements that a CPU works on at a time, so that a dozen tensors of this length stay in its caches. Results do not
 # depend on it but for rounding.
@@ -470,31 +465,11 @@ class StructuredOptimizer(Optimizer, ABC):
     # ------------------------------------------------------------------------------------------------ state
 
     def _new_state(self, group: Group, p: Tensor) -> None:
-        fresh = {k: torch.zeros((), device=self._clock_device(p)) for k in self.clock}
+        fresh = {k: torch.zeros((), device=clock_device(self, p)) for k in self.clock}
         fresh |= {k: p if k == "anchor" else torch.zeros_like(p) for k in self._buffers(group)}
         if self._resumes(group):
             fresh["point"] = p
-        self.state[p] = self._own_state(group, p, fresh)
-
-    def _own_state(self, group: Group, p: Tensor, source: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A copy of `source` in the types and on the devices that the parameter's state has."""
-        dtype = torch.promote_types(p.dtype, torch.float32)  # float32 for parameters in half precision
-        home = self._clock_device(p)
-        state = {k: torch.as_tensor(source[k]).to(home, torch.float64, copy=True) for k in self.clock}
-        state |= {k: torch.empty_like(p, dtype=dtype).copy_(source[k]) for k in self._buffers(group)}
-        if dtype != p.dtype:
-            state["master"] = torch.empty_like(p, dtype=dtype).copy_(source.get("master", p))
-        # where iterations begin: each group's norm in the kernels, the last z in a solver that resumes
-        if "radius" in source:
-            state["radius"] = source["radius"].to(p.device, torch.float32, copy=True)
-        if "point" in source:
-            state["point"] = torch.empty_like(p, dtype=dtype).copy_(source["point"])
-        return state
-
-    def _clock_device(self, p: Tensor) -> torch.device:
-        # with no host synchronisation allowed, only the parameter's device may know whether a step counted
-        on_device = self.defaults["skip_nonfinite"] or self.defaults["capturable"]
-        return p.device if on_device else torch.device("cpu")
+        self.state[p] = own_state(self, group, p, fresh)
 
     def _read_clock(self, state: dict[str, Tensor]) -> Clock:
         return {k: state[k].item() if state[k].device.type == "cpu" else state[k] for k in self.clock}
@@ -519,7 +494,7 @@ class StructuredOptimizer(Optimizer, ABC):
             saved = super().state_dict()
         finally:
             self._optimizer_state_dict_post_hooks = hooks
-        self._add_points(saved)
+        add_points(self, saved)
         for group in saved["param_groups"]:
             group.update(as_text(group), evaluating=self._evaluating)
         for hook in hooks.values():
@@ -539,48 +514,12 @@ class StructuredOptimizer(Optimizer, ABC):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        saved_groups: list[Group] = deepcopy(state_dict["param_groups"])
-        check_fits(self, saved_groups, state_dict["state"])
-
-        groups: list[Group] = []
-        state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-        points: dict[str, dict[Tensor, Tensor]] = {k: {} for k in POINTS}
-        for saved, here in zip(saved_groups, self.param_groups, strict=True):
-            for k in DEVICE_OPTIONS & saved.keys():
-                if here["capturable"] and isinstance(here[k], Tensor):
-                    saved[k] = here[k].fill_(float(saved[k]))  # in place, for a captured graph reads it
-                elif isinstance(saved[k], Tensor) and not isinstance(here[k], Tensor):
-                    saved[k] = saved[k].item()
-            groups.append({**here, **saved, **{k: here[k] for k in (*OBJECTS, *OWN) if k in here}})
-            for key, p in zip(saved["params"], here["params"], strict=True):
-                if key in state_dict["state"]:
-                    state[p] = self._own_state(groups[-1], p, state_dict["state"][key])
-                    for k in points.keys() & state_dict["state"][key].keys():
-                        points[k][p] = torch.empty_like(p).copy_(state_dict["state"][key][k])
-                    old = self.state.get(p, {})
-                    if here["capturable"] and old.keys() == state[p].keys():
-                        for k, v in state[p].items():  # in place, likewise
-                            old[k].copy_(v)
-                        state[p] = old
+        groups, state, points = restored(self, state_dict)
         self._fresh = False
         self.__setstate__({"state": state, "param_groups": groups})
-        self._take_points(points)
+        take_points(self, points)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _add_points(self, saved: dict[str, Any]) -> None:
-        """Into a checkpoint: the z that a restart left, and the weights if eval() took them away."""
-        weights = {p: w for p, w, _ in self._away or ()} if self._evaluating else {}
-        number = {p: i for i, (_, p, _) in enumerate(self._parameters())}
-        for k, points in zip(POINTS, (self._last_points(), weights), strict=True):
-            for p, x in points.items():
-                saved["state"][number[p]] = {**saved["state"][number[p]], k: x}
-
-    def _take_points(self, points: dict[str, dict[Tensor, Tensor]]) -> None:
-        """From a checkpoint. It was made after eval() if it has weights; then the model's checkpoint holds z."""
-        self._last = points["last"]
-        self._evaluating = bool(points["weight"])
-        self._away = [(p, w, None) for p, w in points["weight"].items()] if self._evaluating else None
 
     # ------------------------------------------------------------------------------------------------ checks
 
