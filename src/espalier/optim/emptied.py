@@ -14,8 +14,8 @@ from espalier.optim.checkpoint import named
 from espalier.penalties.base import Penalty
 
 _NAMES = 3  # as many names a message lists
-# the structured point may lose a layer for a while as long as lr is high, and a shortcut or a branch may go for good: on
-# digits RAMDA ended at 99% after either
+# the structured point may lose a layer for a while as long as lr is high, and a shortcut or a branch may go for good:
+# on digits RAMDA ended at 99% after either
 _UNLESS_GOOD = "If that lasts and the quality suffers, "
 
 
