@@ -61,8 +61,10 @@ def too_weak(optimizer: Optimizer, layers: Sequence[Layer]) -> tuple[str, ...]:
 
     That a run is over is known if the optimizer was told `total_steps`: c has then grown to 1.
     """
-    over = all(float(g.get("floor", 0.0)) >= 1 for g in optimizer.param_groups if g.get("penalty") is not None)
-    if not over or not layers or not all(x.untouched for x in layers):
+    if not layers or not all(x.untouched for x in layers):
+        return ()
+    # last, because `floor` may be a tensor on a device, which would be waited for
+    if any(float(g.get("floor", 0.0)) < 1 for g in optimizer.param_groups if g.get("penalty") is not None):
         return ()
     which = f"the {len(layers)} penalised layers" if len(layers) > 1 else layers[0].name
     return (f"the run is over, and no group of {which} is zero: {_advice(layers, 'small', '× 3', 3)}",)
