@@ -283,6 +283,24 @@ def test_models_with_state_in_eval_are_compared_from_equal_states(forward: Any) 
         torch.testing.assert_close(small(x), net(x))
 
 
+def test_an_attribute_that_is_nan_is_no_state() -> None:
+    net: Any = Net(plain)
+    net.best = float("nan")
+    assert not any("changes its state" in why for why in shrunk(net).report.kept)
+
+
+class Named(Net, dict[str, int]):  # type: ignore[misc]
+    __eq__, __hash__ = object.__eq__, nn.Module.__hash__
+
+
+def test_a_module_that_is_a_dict_too_is_shrunk() -> None:
+    net = Named(plain)
+    net["of what it holds"] = 1
+    small = shrunk(net).model
+    assert small.first.out_features < 16
+    assert dict(small) == dict(net)
+
+
 def test_a_second_call_that_differs_is_found() -> None:
     net, other = Net(_streaming), Net(_streaming)
     other.run = lambda net, x: net.second(hidden(net, x))

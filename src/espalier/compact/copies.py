@@ -64,7 +64,8 @@ def _is_plain(kind: type[nn.Module]) -> bool:
     """Whether a module's copy is one of its attributes, and nothing else."""
     names = ("__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__")
     same = all(getattr(kind, name, None) == getattr(nn.Module, name, None) for name in names)
-    return same and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    # a module that is a dict, too, is made by dict.__new__
+    return same and kind.__new__ is object.__new__ and not any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def _copied_value(x: Any, memo: dict[int, Any]) -> Any:

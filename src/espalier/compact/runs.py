@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ class Run:
     Attributes:
         returned: what the model returned.
         left: what it left in attributes, and in place of buffers.
-        second: what it returned when it was called once more, if the first call changed its state.
-        changed: the attributes that the first call changed.
+        second: what it returned when it was called once more, if that was asked and the first call changed its state.
+        changed: the attributes that the first call changed, if a second one was asked.
     """
 
     returned: dict[str, Tensor]
@@ -66,16 +67,16 @@ def run(model: nn.Module, inputs: tuple[Any, ...], *, again: bool = True) -> Run
     model = for_a_run(model)
     registered = [*model.parameters(), *model.buffers()]  # alive, so that no id is used twice
     with settled(model):
-        before = _state(model)
+        before = _state(model) if again else {}
         returned = named(call(model, cloned(inputs)), model)
         left = results(model, {id(x) for x in registered})
-        after = _state(model)
+        after = _state(model) if again else {}
         changed = tuple(name for name in before | after if before.get(name) != after.get(name))
         if not changed:
             return Run(returned, left, None, ())
         # the second call may write into what the first one gave
         returned, left = ({name: x.detach().clone() for name, x in found.items()} for found in (returned, left))
-        second = _second(model, inputs) if again else None
+        second = _second(model, inputs)
     return Run(returned, left, second, changed)
 
 
@@ -126,7 +127,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
                 continue
             place = f"{name}.{key}" if name else key
             if isinstance(value, int | float | str | None):
-                found[place] = value
+                found[place] = "NaN" if isinstance(value, float) and math.isnan(value) else value
             elif isinstance(value, list | dict | set):
                 found[place] = len(value)
     return found
