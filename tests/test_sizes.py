@@ -86,6 +86,19 @@ def test_few_runs_find_them() -> None:
     assert count <= 20
 
 
+def test_a_model_of_many_inputs_of_fixed_sizes_is_compared_on_other_batches() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleList(nn.Linear(n, 2) for n in range(3, 23))
+
+        def forward(self, *args: Tensor) -> Any:
+            return sum(tower(x) for tower, x in zip(self.towers, args, strict=True))
+
+    found = other_sizes(Towers(), (tuple(torch.randn(2, n) for n in range(3, 23)), {}))
+    assert [len(next(tensors_in(call))) for call in found] == [3, 1, 4]
+
+
 class PadIfOdd(nn.Module):
     def __init__(self) -> None:
         super().__init__()

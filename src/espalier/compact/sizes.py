@@ -17,6 +17,8 @@ Sizes: TypeAlias = dict[tuple[int, int], int]  # (which tensor, dimension): its 
 
 # forwards of the dense model that are spent on finding which sizes it takes
 _TRIES = 20
+# of these, left for all sizes at once: a model of many inputs may take no other size of any, but another batch
+_AT_ONCE = 6
 # entries of inputs that take no time to run on
 _LITTLE = 2**15
 
@@ -43,7 +45,7 @@ def other_sizes(model: nn.Module, inputs: Call) -> list[OtherSizes]:
     for size, dims in _alike(tensors, batch):
         split = [[at for at in dims if at[1] == d] for d in sorted({d for _, d in dims})]
         for some in (dims, *(split if len(split) > 1 else ())):
-            if taken(one | dict.fromkeys(some, size + 1)):
+            if taken.left > _AT_ONCE and taken(one | dict.fromkeys(some, size + 1)):
                 more.append(dict.fromkeys(some, size + 1))
                 less += [dict.fromkeys(some, size - 1)] if size > 1 else []
                 varying |= dict.fromkeys(some, size)
@@ -91,11 +93,11 @@ class _Taken:
         # on a GPU, an index beyond a table of positions would end the process
         self._elsewhere = any(x.device.type != "cpu" for x in (*model.parameters(), *model.buffers()))
         self._model, self._on_cpu = model, copied(model).cpu() if self._elsewhere else model
-        self._inputs, self._left = mapped(inputs, Tensor.cpu), _TRIES
+        self._inputs, self.left = mapped(inputs, Tensor.cpu), _TRIES
 
     def __call__(self, sizes: Sizes) -> bool:
-        self._left -= 1
-        return self._left >= 0 and _runs(self._on_cpu, resized(self._inputs, sizes))
+        self.left -= 1
+        return self.left >= 0 and _runs(self._on_cpu, resized(self._inputs, sizes))
 
     def here(self, inputs: Call) -> bool:
         """Whether the model also takes on its device what it takes on the CPU."""
