@@ -206,7 +206,14 @@ def test_what_shrink_leaves_for_save_is_light(tmp_path: Path) -> None:
     load(tmp_path, Net)
 
 
-HUGE = {"inputs": ["list", [["tuple", [["normal", "float32", [10**12], 0.0, 1.0]]], ["dict", []]]]}
+HUGE, FAR = (
+    {"inputs": ["list", [["tuple", [["normal", "float32", [size], mean, 1.0]]], ["dict", []]]]}
+    for size, mean in ((10**12, 0.0), (2, 10**400))
+)
+DAMAGED = [
+    *({"inputs": ["os", "x"]}, {"inputs": ["list", 3]}, HUGE, FAR, {"outputs": [["", [2, 4]], ["x", []]]}),
+    *({"dtype": "no type"}, {"dtype": "load"}),
+]
 
 
 def test_a_damaged_probe_is_refused(tmp_path: Path) -> None:
@@ -218,7 +225,7 @@ def test_a_damaged_probe_is_refused(tmp_path: Path) -> None:
         load(tmp_path, Net)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["probe"]["sha256"] = digest(file)
-    for spoiled in ({"inputs": ["os", "x"]}, {"inputs": ["list", 3]}, HUGE, {"outputs": [["", [2, 4]], ["x", []]]}):
+    for spoiled in DAMAGED:
         text = json.dumps(manifest | {"probe": manifest["probe"] | spoiled})
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ValueError, match="Copy or save the model again"):

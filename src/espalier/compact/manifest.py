@@ -111,6 +111,7 @@ def _complete_probe(entry: object) -> bool:
     pairs = entry.get("outputs")
     return (
         all(type(entry.get(k)) is kind for k, kind in form.items())
+        and entry["dtype"] in {str(kind).removeprefix("torch.") for kind in DTYPES}
         and isinstance(pairs, list)
         and all(isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], list) for p in pairs)
     )

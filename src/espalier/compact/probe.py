@@ -97,7 +97,7 @@ def made(spec: Spec, tensors: Mapping[str, Tensor] | None = None) -> Call:
     try:
         args, kwargs = _made(spec, tensors or {}, torch.Generator().manual_seed(0))
         return tuple(args), dict(kwargs)
-    except (AttributeError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ArithmeticError, RuntimeError, RecursionError) as error:
         raise ValueError(f"no inputs can be made by this description ({error})") from error
 
 
