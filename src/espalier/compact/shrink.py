@@ -13,24 +13,24 @@ from torch.optim import Optimizer
 
 from espalier.checks import check_number
 from espalier.compact.asked import check_given, first_run, of_batch, random_run
-from espalier.compact.copies import ShrinkError, copied, for_a_run
+from espalier.compact.copies import ShrinkError, copied
 from espalier.compact.denormals import denormal
-from espalier.compact.examples import Call, Inputs, as_given, cloned
+from espalier.compact.examples import Call, Inputs, as_given
 from espalier.compact.nothing import nothing_left
 from espalier.compact.optimizer import carried_over
-from espalier.compact.plan import Care, Plan, plan, shared_folds, tell_zeros, unused
+from espalier.compact.plan import Care, Plan, plan, tell_zeros
 from espalier.compact.probe import found_for, record
 from espalier.compact.replaced import replaced
 from espalier.compact.report import ShrinkReport, measure
 from espalier.compact.rewrite import Kept, remove
-from espalier.compact.runs import dependent, kept_random, results
+from espalier.compact.runs import dependent, kept_random
 from espalier.compact.search import most
 from espalier.compact.sizes import other_sizes
 from espalier.compact.timing import inputs_given
-from espalier.compact.trace import Trace, Tracer
+from espalier.compact.trace import Trace
+from espalier.compact.tracing import trace_of
 from espalier.compact.training import Training
 from espalier.compact.verify import Difference, check
-from espalier.compact.walk import left_behind
 from espalier.optim.emptied import StructureWarning
 
 # what rounding a bias that takes up constants may change, in float32
@@ -145,7 +145,7 @@ def _shrunk(
     left = dependent([given for given, _ in runs], [seen.left for _, seen in runs], original)
     left |= of_batch(original, inputs, first, left)
     trials = [*(given for given, _ in runs), *also, *other_sizes(original, inputs)]
-    _trace(original, inputs, ignore, left)  # it must be possible before anything is removed
+    trace_of(original, inputs, ignore, left)  # it must be possible before anything is removed
     original = _without_denormals(original, trials, ignore)
     slack = 0.0 if _coarsest(model) == torch.float64 else _FOLDED
     removed = _removed(original, inputs, trials, ignore, left, align, slack)
@@ -219,7 +219,7 @@ def _removed(
         return _Removed(small, trace, found, kept, check(original, small, trials, slack=slack))
 
     def seen() -> tuple[Trace, Plan]:
-        trace = _trace(original, inputs, ignore, left)
+        trace = trace_of(original, inputs, ignore, left)
         return trace, plan(trace, align, Care())
 
     return most(attempt, seen)
@@ -254,7 +254,7 @@ def _remove(
     """Until nothing more can go: a grouped convolution of one group is an ordinary one. The model is not run."""
     reasons: list[tuple[str, str]] = []
     while True:
-        trace = _trace(model, inputs, ignore, left)
+        trace = trace_of(model, inputs, ignore, left)
         found = plan(trace, align, care)
         reasons += trace.kept.items()
         if not remove(model, trace, found, kept):
@@ -262,73 +262,6 @@ def _remove(
             for name, why in reasons:
                 trace.tell(name, why)
             return trace, found
-
-
-def _trace(model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str]) -> Trace:
-    """Of a copy, in eval mode; and in training mode too, if that may use layers which eval mode does not."""
-    trace = _traced(for_a_run(model), inputs, ignore, left)
-    if unused(trace) or _not_run(model, trace):
-        try:
-            trace = _traced(copied(model), inputs, ignore, left, training=True)
-        except Exception as error:
-            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-            trace.tell(
-                "", f"some layers only training uses, and it fails on the examples, so that they may not fit: {why}"
-            )
-        for name in _not_run(model, trace):
-            trace.tell(name.rpartition(".")[0] or name, "not run on the examples: code that runs it may not fit")
-    trace.readers[:] = shared_folds(trace.readers)
-    return trace
-
-
-def _not_run(model: nn.Module, trace: Trace) -> list[str]:
-    """Parameters and buffers that nothing has read."""
-    run = {name for name, _ in trace.slots}
-    held = (*model.named_parameters(), *model.named_buffers())
-    return [name for name, x in held if x.dim() and x.is_floating_point() and name not in run]
-
-
-def _traced(
-    model: nn.Module, inputs: Call, ignore: Sequence[str], left: Collection[str], training: bool = False
-) -> Trace:
-    """What it leaves on its modules is a result: `left` by name, and all that hooks hold."""
-    registered = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    tracer = Tracer(model, ignore)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it goes past the modules
-    try:
-        try:
-            tracer.run(*cloned(inputs))
-        except ShrinkError:
-            raise
-        except Exception:  # code may want integers that are nothing more
-            tracer = Tracer(model, ignore, follow=False)
-            tracer.run(*cloned(inputs))
-        _pin_left(tracer, registered, left)
-        if training:
-            tracer.run_training(*cloned(inputs))
-            _pin_left(tracer, registered, left)
-    except ShrinkError:
-        raise
-    except Exception as error:
-        where = tracer.place
-        way_out = f" Leave that module alone by ignore=[{where!r}]."
-        raise ShrinkError(
-            f"the model could not be traced: {where or 'it'} failed with {type(error).__name__}: {error}."
-            f"{way_out if where else ''}"
-        ) from error
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    return tracer.trace
-
-
-def _pin_left(tracer: Tracer, registered: Mapping[int, Tensor], left: Collection[str]) -> None:
-    """Keep the channels of results that were left on modules."""
-    model = tracer.model
-    mine = {name: x for name, x in results(model, set(registered)).items() if name in left}
-    for x in (*mine.values(), *(x for name, x in left_behind(model, hooks=True) if "_hooks" in name)):
-        if id(x) not in registered:
-            tracer.trace.units.pin(tracer.label(x))
 
 
 def _restore(model: nn.Module, modes: dict[str, bool]) -> None:
