@@ -148,6 +148,17 @@ def test_a_second_signal_acts_at_once_and_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, hup)
 
 
+def test_ctrl_c_is_heard_in_a_background_job_of_a_shell() -> None:
+    """Such a job begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert signals.seen == signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @posix
 @pytest.mark.parametrize(
     ("end", "said"),

@@ -19,6 +19,7 @@ AGREE_EVERY = 10  # steps after which the processes ask each other whether to st
 # Ctrl-C, what Slurm and `timeout` send, and what a closed terminal sends
 STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 HANGUP = STOPS[-1]
+_ASKED = (signal.SIGINT, signal.SIGTERM)  # sent to stop this very run
 
 
 @contextmanager
@@ -65,7 +66,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         try:
-            heard = [s for s in STOPS if signal.getsignal(s) != signal.SIG_IGN]  # under nohup SIGHUP is ignored
+            # under nohup SIGHUP stays ignored; a shell's background jobs ignore SIGINT, and a run hears it all the same
+            heard = [s for s in STOPS if s in _ASKED or signal.getsignal(s) != signal.SIG_IGN]
             self.before = {s: signal.signal(s, self._keep) for s in heard}
         except ValueError:  # not the main thread: whoever runs us there has the signals
             self.before = {}
