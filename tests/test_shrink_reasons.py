@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import espalier
 from espalier.compact import rules
+from test_shrink_traps import Net
 
 QUICK = {"latency": False, "low_rank": False, "gather": "never"}
 
@@ -21,19 +22,6 @@ QUICK = {"latency": False, "low_rank": False, "gather": "never"}
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-class Net(nn.Module):
-    """Layers by name, and a forward given as a function."""
-
-    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.run(self, x)
 
 
 def unread(layer: Any, *channels: int) -> Any:
